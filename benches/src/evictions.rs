@@ -1,9 +1,9 @@
-//! The rows that leave RAM. An SSD tier is given them when the rows of a batch push others out.
+//! The rows that are demoted from RAM to an SSD tier, to free space for the rows of a batch.
 
 use crate::workload::{SplitMix64, Zipf};
 
-/// The stream of the ranks that leave an LRU cache. Ids are drawn by Zipf's law, the cache holds a tenth of them, and all are
-/// modified. Ids of the law's head hardly ever leave, so the stream is the law's tail.
+/// The stream of the ranks that are evicted from an LRU cache. Ids are drawn by Zipf's law, the cache fits a tenth of
+/// them, and all are modified. Ids of the law's head are rarely evicted, so the stream is the law's tail.
 pub struct Evictions {
     random: SplitMix64,
     law: Zipf,
@@ -30,7 +30,7 @@ impl Evictions {
         this
     }
 
-    /// Use the next id. The result is whether it was in RAM.
+    /// Uses the next id. Returns true if it was in RAM.
     fn used(&mut self) -> bool {
         let rank = self.law.draw(&mut self.random) as u32;
         let held = self.links[rank as usize] != OUT;

@@ -8,32 +8,33 @@ use crate::measure::{Bench, Scale, measure};
 use crate::process::die_with_parent;
 use crate::serve::serve;
 
-/// Says whether the row of a name is wanted.
+/// Returns true if the row of a name is requested.
 pub type Wanted<'a> = &'a dyn Fn(&str) -> bool;
 
-/// Benches of one subject. What they leave behind in their process, such as memory, is not in the way of other groups: a process
+/// Benches of one subject. Their leftovers in the process, such as memory, do not affect other groups: a process
 /// measures one group.
 pub enum Group {
-    /// Each bench is measured by itself, in rounds.
+    /// Each bench is measured separately, in rounds.
     Alone(Vec<Bench>),
     /// One measurement gives several rows. See [`Group::rows`].
     Rows {
         /// The names of the rows.
         names: Vec<&'static str>,
-        /// Measures, and prints the rows that are wanted.
+        /// Measures, and prints the requested rows.
         measure: fn(Scale, Wanted<'_>),
-        /// Whether it is measured only where it is named, because it takes very long.
+        /// If true, it is measured only if it is named, because it takes very long.
         is_large: bool,
     },
 }
 
 impl Group {
-    /// A group whose one measurement gives the rows called `names`. `measure` prints those that are wanted, each as soon as it can.
+    /// Creates a group whose one measurement gives the rows called `names`. `measure` prints the requested rows, each
+    /// as soon as possible.
     pub fn rows(names: &[&'static str], measure: fn(Scale, Wanted<'_>)) -> Self {
         Self::Rows { names: names.to_vec(), measure, is_large: false }
     }
 
-    /// As [`Group::rows`], but a plain `cargo bench` leaves the group out, because it is too large.
+    /// Like [`Group::rows`], but a plain `cargo bench` skips the group, because it is too large.
     pub fn large_rows(names: &[&'static str], measure: fn(Scale, Wanted<'_>)) -> Self {
         Self::Rows { names: names.to_vec(), measure, is_large: true }
     }
@@ -49,7 +50,7 @@ impl Group {
         matches!(self, Self::Rows { is_large: true, .. })
     }
 
-    /// Whether benches of it are to be measured, where these are named. An empty list names all.
+    /// True if its benches are to be measured, for these names. An empty list means all.
     fn is_wanted(&self, named: &BTreeSet<&str>) -> bool {
         if named.is_empty() { !self.is_large() } else { self.names().iter().any(|name| named.contains(name)) }
     }
@@ -65,7 +66,8 @@ impl Group {
     }
 }
 
-/// The main function of the program that has these groups, each with its name. The crate's documentation says what it is asked to do.
+/// The main function of the program that has these groups, each with its name. The crate's documentation describes its
+/// arguments.
 ///
 /// # Panics
 /// Panics when its results cannot be written, and when it cannot start itself again.
@@ -102,7 +104,7 @@ pub fn run(groups: &[(&str, Group)]) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Measure each group in a process of its own.
+/// Measures each group in its own process.
 fn measure_each(groups: &[&(&str, Group)], named: &BTreeSet<&str>, scale: Scale) -> ExitCode {
     let this = std::env::current_exe().expect("the program's own path");
     let mut failed = Vec::new();
@@ -121,7 +123,8 @@ fn measure_each(groups: &[&(&str, Group)], named: &BTreeSet<&str>, scale: Scale)
     ExitCode::FAILURE
 }
 
-/// Print the names of all benches. A name that a group's one measurement gives has `rows` and the name of the group behind it.
+/// Prints the names of all benches. A name of a group's one measurement is followed by `rows` and the name of the
+/// group.
 fn list(groups: &[(&str, Group)], to: &mut impl Write) -> io::Result<()> {
     for (of, group) in groups {
         let how = if matches!(group, Group::Rows { .. }) { format!(" rows {of}") } else { String::new() };
@@ -132,8 +135,8 @@ fn list(groups: &[(&str, Group)], to: &mut impl Write) -> io::Result<()> {
     Ok(())
 }
 
-/// The names of the benches that `filters` ask for: the one of this name, or else all that have it in theirs. A large group has to be
-/// asked for by whole names. The error is a filter that no bench has.
+/// The names of the benches that match `filters`: the one with this name, or else all whose name contains it. A large
+/// group must be requested by complete names. The error is a filter without a match.
 fn named_by<'a>(groups: &[(&str, Group)], filters: &BTreeSet<&'a str>) -> Result<BTreeSet<&'static str>, &'a str> {
     let all = |with_large: bool| {
         let groups = groups.iter().filter(move |(_, group)| with_large || !group.is_large());
@@ -157,7 +160,7 @@ fn scale(arguments: &[String]) -> Scale {
     if smoke || std::env::var("EMBCACHE_BENCH").is_ok_and(|how| how == "smoke") { Scale::Smoke } else { Scale::Full }
 }
 
-/// The arguments that are names. Flags are left out, and so are the values of criterion's flags.
+/// The arguments that are names. Flags are skipped, and so are the values of criterion's flags.
 fn names(arguments: &[String]) -> BTreeSet<&str> {
     let takes_value = ["--save-baseline", "--baseline", "--sample-size", "--measurement-time", "--warm-up-time"];
     let mut names = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Two tables that are trained with the same batches in turn.
+//! Two tables that are trained alternately with the same batches.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use crate::workload::{BATCH_IDS, Ids, scattered_id, zipf_ranks};
 /// A table in RAM with the rows of ranks `0..rows`, of [`DIM`] weights.
 ///
 /// # Panics
-/// Panics for a configuration that cannot be opened or has no room for the rows.
+/// Panics for a configuration that cannot be opened or is too small for the rows.
 pub fn table_in_ram(config: TableConfig, rows: u64) -> Table {
     let floats = config.layout().vector_floats();
     let engine = default_engine().expect("an engine for files, which are not used");
@@ -39,7 +39,8 @@ pub struct TrainedInTurn {
 }
 
 impl TrainedInTurn {
-    /// For tables with the rows of ranks `0..rows`: first the one with the feature, then the one without it.
+    /// Creates the rounds for tables with the rows of ranks `0..rows`: first the one with the feature, then the one
+    /// without it.
     ///
     /// # Panics
     /// Panics for a table that is closed.
@@ -66,9 +67,9 @@ fn train(lookup: &Lookup, ids: &[i64], out: &mut [f32], grad: &[f32]) {
 }
 
 impl Rounds for TrainedInTurn {
-    /// The median of a ratio for each batch. Both tables are trained with it in turn, in an order in which each is the second and the third
-    /// or the first and the fourth: so a machine that changes its speed evenly changes neither, and whoever finds the batch in the
-    /// processor's cache is each of them as often.
+    /// The median of the ratios of all batches. Both tables are trained alternately with each batch, in an order in
+    /// which each is the second and the third or the first and the fourth: so a uniform change of the machine's speed
+    /// affects neither, and both find the batch in the CPU cache equally often.
     fn ours(&mut self) -> f64 {
         let mut ratios = Vec::new();
         for pass in 0..2 {

@@ -1,16 +1,17 @@
-//! What the benches share: the workloads, and the measurement in alternating rounds.
+//! Shared code of the benches: the workloads, and the measurement in alternating rounds.
 //!
-//! A bench measures this project's code ("ours") and a limit on the same data. The limit is what a plain, well-written loop or raw
-//! system calls reach there. Each file in `benches/all` has a [`Group`] of them, and one program has all groups, because each program
-//! would be linked and optimised by itself:
+//! A bench measures this project's code ("ours") and a limit on the same data. The limit is the result of a plain,
+//! well-written loop or of raw system calls. Each file in `benches/all` has a [`Group`] of benches, and one program has
+//! all groups, because separate programs would each be linked and optimized:
 //!
-//! - `cargo bench [NAME…]` measures each bench, or those with one of the names in theirs, in alternating rounds, prints ours, the limit and their ratio, and writes
-//!   `target/bench/<name>.json`. Each group has a process of its own. `--smoke` or `EMBCACHE_BENCH=smoke` shrinks the data, which only shows that the bench runs.
-//! - `--serve NAME` measures one round whenever a line on stdin asks for it. Another program (`benches/python`) can so measure
-//!   rivals between our rounds on the same data. See [`serve`].
+//! - `cargo bench [NAME…]` measures each bench, or those whose name contains one of the names, in alternating rounds,
+//!   prints ours, the limit and their ratio, and writes `target/bench/<name>.json`. Each group has its own process.
+//!   `--smoke` or `EMBCACHE_BENCH=smoke` shrinks the data, which only shows that the bench runs.
+//! - `--serve NAME` measures one round for each line on stdin that requests one. Another program (`benches/python`) can
+//!   thus measure rivals between our rounds on the same data. See [`serve`].
 //!
-//! A group whose one measurement gives several rows is not served. `--list` names it behind each of its rows, and `--rows NAME…`
-//! prints a [`Row`] for each as a line of JSON. See [`Group::rows`].
+//! A group whose one measurement gives several rows is not served. `--list` prints its name after each of its rows, and
+//! `--rows NAME…` prints a [`Row`] for each as a line of JSON. See [`Group::rows`].
 
 mod evictions;
 mod groups;

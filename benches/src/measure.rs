@@ -1,4 +1,4 @@
-//! Measures ours and the limit in alternating rounds. The result is the median with the spread.
+//! Measures ours and the limit in alternating rounds. The result is the median with its range.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::store::StoreWork;
 use crate::workload::Ids;
 
-/// Which direction of a value is good.
+/// The better direction of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
@@ -20,17 +20,17 @@ pub enum Better {
     Lower,
 }
 
-/// How large the data are.
+/// The size of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// As large as the bench's name says.
+    /// As large as the bench's name states.
     Full,
-    /// A hundredth of that or less, which only shows that the bench runs.
+    /// At most a hundredth of that, which only shows that the bench runs.
     Smoke,
 }
 
 impl Scale {
-    /// The value `full`, or `smoke` under [`Scale::Smoke`].
+    /// Returns `full`, or `smoke` under [`Scale::Smoke`].
     pub fn pick<T>(self, full: T, smoke: T) -> T {
         match self {
             Self::Full => full,
@@ -39,12 +39,12 @@ impl Scale {
     }
 }
 
-/// The two sides of a bench, with their data. A round runs over at least 20 batches, which is long enough to time.
+/// The two sides of a bench, with their data. A round runs over at least 20 batches, which is long enough to measure.
 pub trait Rounds {
-    /// Measure one round of ours. The result is in the bench's unit.
+    /// Measures one round of ours, in the bench's unit.
     fn ours(&mut self) -> f64;
 
-    /// Measure one round of the limit. The result is in the bench's unit, or `None` where the bench has no limit.
+    /// Measures one round of the limit, in the bench's unit. Returns `None` if the bench has no limit.
     fn limit(&mut self) -> Option<f64> {
         None
     }
@@ -54,7 +54,7 @@ pub trait Rounds {
         7
     }
 
-    /// Further figures of the rounds so far, by name. They are compared with nothing.
+    /// Further figures of the previous rounds, by name. They are not compared.
     fn figures(&self) -> BTreeMap<&'static str, f64> {
         BTreeMap::new()
     }
@@ -64,12 +64,13 @@ pub trait Rounds {
         None
     }
 
-    /// The work for other stores, where rivals are stores. `StoreWork::Fetch` is done on the batches of `data`.
+    /// The work for other stores, if rivals are stores. `StoreWork::Fetch` is done on the batches of `data`.
     fn store(&self) -> Option<StoreWork> {
         None
     }
 
-    /// Check, before the first round, that the two sides have the same results, without which the figures would mean nothing.
+    /// Checks, before the first round, that the two sides have the same results, without which the figures would be
+    /// meaningless.
     fn check(&mut self) {}
 }
 
@@ -79,11 +80,11 @@ pub struct Bench {
     pub name: &'static str,
     /// The unit of the value.
     pub unit: &'static str,
-    /// Which direction of the value is good.
+    /// The better direction of the value.
     pub better: Better,
-    /// What the limit is; `None` where there is none.
+    /// Description of the limit, or `None` if there is none.
     pub limit: Option<&'static str>,
-    /// Makes the data and both sides.
+    /// Creates the data and both sides.
     pub make: fn(Scale) -> Box<dyn Rounds>,
 }
 
@@ -94,26 +95,26 @@ pub struct Row<'a> {
     pub name: &'a str,
     /// The unit of the values.
     pub unit: &'a str,
-    /// Which direction of the values is good.
+    /// The better direction of the values.
     pub better: Better,
     /// The median of the rounds.
     pub value: f64,
-    /// The least of the rounds.
+    /// The minimum of the rounds.
     pub low: f64,
-    /// The greatest of the rounds.
+    /// The maximum of the rounds.
     pub high: f64,
     /// The limit, measured in the same run.
     pub limit: Option<Limit<'a>>,
-    /// The rivals, of which there are none. (A driver adds them.)
+    /// The rivals, which are empty. (A driver adds them.)
     pub rivals: [(); 0],
     /// The number of rounds.
     pub rounds: usize,
-    /// Further figures, by name. They are compared with nothing.
+    /// Further figures, by name. They are not compared.
     pub run: BTreeMap<&'static str, f64>,
 }
 
 impl<'a> Row<'a> {
-    /// The row of a bench without a limit.
+    /// Creates the row of a bench without a limit.
     ///
     /// # Panics
     /// Panics without a round.
@@ -125,26 +126,26 @@ impl<'a> Row<'a> {
 }
 
 impl Row<'_> {
-    /// Print the row for the program that reads this one's output.
+    /// Prints the row for the program that reads this one's output.
     ///
     /// # Panics
-    /// Panics when nobody reads it.
+    /// Panics if the reader has closed the pipe.
     pub fn print(&self) {
         let text = serde_json::to_string(self).expect("a row of numbers and names");
         writeln!(std::io::stdout(), "{text}").expect("the driver listens");
     }
 }
 
-/// What a limit reached.
+/// The results of a limit.
 #[derive(Serialize)]
 pub struct Limit<'a> {
-    /// What the limit is.
+    /// Description of the limit.
     pub what: &'a str,
     /// The median of its rounds.
     pub value: f64,
 }
 
-/// Measure a bench, print its figures, and write them to `target/bench/<name>.json`.
+/// Measures a bench, prints its figures, and writes them to `target/bench/<name>.json`.
 pub(crate) fn measure(bench: &Bench, scale: Scale) {
     let begin = Instant::now();
     let mut sides = (bench.make)(scale);
@@ -182,7 +183,7 @@ pub(crate) fn measure(bench: &Bench, scale: Scale) {
     }
 }
 
-/// The median. Of an even number of values it is the upper one of the middle two.
+/// The median. For an even number of values it is the upper one of the middle two.
 ///
 /// # Panics
 /// Panics without values.
@@ -190,7 +191,7 @@ pub fn median(values: &[f64]) -> f64 {
     spread(&mut values.to_vec()).1
 }
 
-/// The value that a share of all values (0 to 1) does not exceed.
+/// The value that this fraction of all values (0 to 1) does not exceed.
 ///
 /// # Panics
 /// Panics without values.
@@ -201,7 +202,7 @@ pub fn quantile(values: &[f64], share: f64) -> f64 {
     values[rank.clamp(1, values.len()) - 1]
 }
 
-/// The least value, the median and the greatest.
+/// The minimum, the median and the maximum.
 fn spread(values: &mut [f64]) -> (f64, f64, f64) {
     values.sort_by(f64::total_cmp);
     (values[0], values[values.len() / 2], values[values.len() - 1])

@@ -1,5 +1,5 @@
-//! A disk whose reads and writes cost next to nothing: files are memory. With it a bench shows the processor's share of a path, which no
-//! disk changes.
+//! A disk whose reads and writes cost next to nothing: files are memory. With it a bench shows the CPU time of a path,
+//! which does not depend on the disk.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -14,8 +14,8 @@ use crate::plain::huge_pages;
 
 type Bytes = Arc<RwLock<Vec<u8>>>;
 
-/// A disk in memory. A write is one copy, a read of a batch is none, and syncing does nothing. The memory of removed files is used again,
-/// so that the system gives each page once.
+/// A disk in memory. A write is one copy, a read of a batch is none, and syncing does nothing. The memory of removed
+/// files is reused, so that the OS provides each page once.
 #[derive(Debug, Default)]
 pub struct NullDisk {
     /// Folders and locks.
@@ -40,7 +40,7 @@ impl NullDisk {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Empty memory of `room` bytes or more, from a removed file where one is as large.
+    /// Returns empty memory of `room` bytes or more, from a removed file if one is large enough.
     fn memory(&self, room: usize) -> Vec<u8> {
         let mut removed = self.removed.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(at) = removed.iter().position(|memory| memory.capacity() >= room) {
@@ -48,7 +48,7 @@ impl NullDisk {
         }
         let mut memory = vec![0; room];
         huge_pages(&memory);
-        memory.fill(1); // so that the system has given all of it
+        memory.fill(1); // so that the OS has provided all pages
         memory.clear();
         memory
     }

@@ -5,10 +5,10 @@ use std::hint::select_unpredictable;
 
 use embcache::types::Id;
 
-/// Ids or rows are prefetched so many ahead.
+/// Number of ids or rows to prefetch.
 const AHEAD: usize = 32;
 
-/// Start to load the cache line at `address`.
+/// Prefetches the cache line at `address`.
 #[inline(always)]
 #[allow(clippy::inline_always)]
 pub fn prefetch<T>(address: *const T) {
@@ -30,8 +30,8 @@ fn mix(id: Id) -> u64 {
 /// Finds the distinct ids and the inverse of a batch, by one pass over a hash table of at least twice the batch's size.
 #[derive(Debug)]
 pub struct PlainDedupe {
-    /// Each position holds `base` plus an index of `unique`. Smaller numbers were left by earlier batches, and stand for an empty
-    /// position.
+    /// Each position contains `base` plus an index into `unique`. Smaller numbers are left over from earlier batches,
+    /// and mean an empty position.
     table: Vec<u32>,
     base: u32,
     shift: u32,
@@ -45,8 +45,8 @@ pub struct PlainDedupe {
 }
 
 impl PlainDedupe {
-    /// For batches of `batch` ids. `mostly_new` says that most of them are distinct. A branch is fastest then, and none is fastest
-    /// otherwise.
+    /// Creates the state for batches of `batch` ids. `mostly_new` is true if most of them are distinct. A branch is
+    /// fastest then, and no branch is fastest otherwise.
     pub fn new(batch: usize, mostly_new: bool) -> Self {
         let bits = (batch * 2).next_power_of_two().trailing_zeros();
         Self {
@@ -60,7 +60,7 @@ impl PlainDedupe {
         }
     }
 
-    /// Compute `unique`, `found` and `inverse`.
+    /// Computes `unique`, `found` and `inverse`.
     ///
     /// # Panics
     /// Panics when the number of `ids` is not the size of the batch.
@@ -76,8 +76,9 @@ impl PlainDedupe {
             let ahead = ids[(position + AHEAD).min(ids.len() - 1)];
             prefetch(self.table.as_ptr().wrapping_add((mix(ahead) >> self.shift) as usize));
             let mut at = (mix(id) >> self.shift) as usize;
-            // SAFETY: `at` is below the table's length by the shift or by the mask. `found` is at most `position`, and `unique` has
-            // one element more than the batch. The table holds numbers below `base`, or `base` plus a number below `found`.
+            // SAFETY: `at` is below the table's length by the shift or by the mask. `found` is at most `position`, and
+            // `unique` has one element more than the batch. The table contains numbers below `base`, or `base` plus a
+            // number below `found`.
             let index = unsafe {
                 *self.unique.get_unchecked_mut(found as usize) = id;
                 loop {
@@ -103,14 +104,14 @@ impl PlainDedupe {
     }
 }
 
-/// An index of ids by open addressing. It has two entries of 16 bytes for each id, in huge pages.
+/// An index of ids by open addressing. It has two entries of 16 bytes per id, in huge pages.
 #[derive(Debug)]
 pub struct PlainIndex {
     entries: Vec<[u64; 2]>,
 }
 
 impl PlainIndex {
-    /// An index in which the slots of `ids` are 0, 1, 2 and so on.
+    /// Creates an index in which the slots of `ids` are 0, 1, 2 and so on.
     pub fn new(ids: &[Id]) -> Self {
         let mut index = Self::with_room(ids.len());
         for (slot, &id) in ids.iter().enumerate() {
@@ -119,19 +120,19 @@ impl PlainIndex {
         index
     }
 
-    /// An index of at most `ids` ids without any yet. [`PlainIndex::put`] adds them.
+    /// Creates an empty index for at most `ids` ids. [`PlainIndex::put`] adds them.
     pub fn with_room(ids: usize) -> Self {
         let entries = vec![[0; 2]; (ids * 2).max(1)];
         huge_pages(&entries);
         Self { entries }
     }
 
-    /// Forget all ids.
+    /// Removes all ids.
     pub fn clear(&mut self) {
         self.entries.fill([0; 2]);
     }
 
-    /// Add an id, which is not in the index yet, with a value that is not 0.
+    /// Adds an id, which is not in the index yet, with a value that is not 0.
     #[inline]
     pub fn put(&mut self, id: Id, value: u64) {
         let mut at = Self::home(self.entries.len(), id);
@@ -141,7 +142,7 @@ impl PlainIndex {
         self.entries[at] = [id as u64, value];
     }
 
-    /// Set the value of an id that is in the index.
+    /// Sets the value of an id that is in the index.
     #[inline]
     pub fn replace(&mut self, id: Id, value: u64) {
         let mut at = Self::home(self.entries.len(), id);
@@ -151,13 +152,13 @@ impl PlainIndex {
         self.entries[at][1] = value;
     }
 
-    /// Fetch the entry of an id into the processor's cache.
+    /// Prefetches the entry of an id.
     #[inline]
     pub fn prefetch(&self, id: Id) {
         prefetch(self.entries.as_ptr().wrapping_add(Self::home(self.entries.len(), id)));
     }
 
-    /// The value of an id, and 0 for one that is not in the index.
+    /// The value of an id, or 0 for one that is not in the index.
     #[inline]
     pub fn value(&self, id: Id) -> u64 {
         let count = self.entries.len();
@@ -176,7 +177,7 @@ impl PlainIndex {
         ((u128::from(mix(id)) * entries as u128) >> 64) as usize
     }
 
-    /// Write the slots of `ids`, and `u32::MAX` for those that are not in the index. This goes as [`PlainIndex::get`] does.
+    /// Writes the slots of `ids`, and `u32::MAX` for those that are not in the index, like [`PlainIndex::get`].
     ///
     /// # Panics
     /// Panics when `slots` is shorter than `ids`.
@@ -189,13 +190,13 @@ impl PlainIndex {
             while self.entries[at][1] != 0 && self.entries[at][0] != id as u64 {
                 at = if at + 1 == count { 0 } else { at + 1 };
             }
-            // A free entry holds 0.
+            // A free entry contains 0.
             *slot = (self.entries[at][1] as u32).wrapping_sub(1);
         }
     }
 
-    /// Write the slots of `ids`, all of which must be in the index. This goes by blocks: the home entries of the next block are
-    /// prefetched while those of this block are looked at.
+    /// Writes the slots of `ids`, all of which must be in the index. The ids are processed in blocks: the home entries
+    /// of the next block are prefetched while those of this block are read.
     ///
     /// # Panics
     /// Panics when `slots` is shorter than `ids`.
@@ -226,7 +227,7 @@ impl PlainIndex {
     }
 }
 
-/// Counts of ids by open addressing. It has two entries of 16 bytes for each id, in huge pages.
+/// Counts of ids by open addressing. It has two entries of 16 bytes per id, in huge pages.
 #[derive(Debug)]
 pub struct PlainCounts {
     /// Each entry has an id, and its count plus one. An entry of zeros is free.
@@ -234,20 +235,20 @@ pub struct PlainCounts {
 }
 
 impl PlainCounts {
-    /// For at most so many ids. There are none yet.
+    /// Creates empty counts for at most this number of ids.
     pub fn new(ids: usize) -> Self {
         let entries = vec![[0; 2]; (ids * 2).max(1)];
         huge_pages(&entries);
         Self { entries }
     }
 
-    /// Fetch the entry of an id into the processor's cache.
+    /// Prefetches the entry of an id.
     #[inline]
     pub fn prefetch(&self, id: Id) {
         prefetch(self.entries.as_ptr().wrapping_add(PlainIndex::home(self.entries.len(), id)));
     }
 
-    /// Count so many more occurrences of an id.
+    /// Adds occurrences of an id.
     #[inline]
     pub fn add(&mut self, id: Id, occurrences: u32) {
         let mut at = PlainIndex::home(self.entries.len(), id);
@@ -259,15 +260,15 @@ impl PlainCounts {
     }
 }
 
-/// Ask for huge pages for memory that was not touched yet.
+/// Requests huge pages for untouched memory.
 pub fn huge_pages<T>(memory: &[T]) {
     const HUGE: usize = 2 << 20;
     let start = memory.as_ptr().addr().next_multiple_of(HUGE);
     let end = memory.as_ptr().wrapping_add(memory.len()).addr();
     if end > start + HUGE {
         let bytes = (end - start) / HUGE * HUGE;
-        // SAFETY: these are whole pages of the caller's memory, and the advice changes no contents. Where it fails it only costs
-        // speed.
+        // SAFETY: these are whole pages of the caller's memory, and the advice changes no contents. If it fails, it
+        // only costs speed.
         #[cfg(target_os = "linux")]
         unsafe {
             libc::madvise(start as *mut libc::c_void, bytes, libc::MADV_HUGEPAGE);

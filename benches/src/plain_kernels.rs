@@ -1,6 +1,6 @@
-//! The limits of the kernel benches: plain loops over rows of 64 float32 that prefetch. They are given what a plan knows: the slots
-//! of the occurrences, the distinct slots, and the inverse. A bag has [`BAG`] occurrences, pooling is a sum, and there is no weight
-//! decay.
+//! The limits of the kernel benches: plain loops over rows of 64 float32 that prefetch. They receive the data of a
+//! plan: the slots of the occurrences, the distinct slots, and the inverse. A bag has [`BAG`] occurrences, pooling is a
+//! sum, and there is no weight decay.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // Functions that are not inlined into the version for an instruction set are compiled for the baseline.
 
@@ -8,11 +8,11 @@ use crate::plain::{huge_pages, prefetch};
 
 /// Columns of a row.
 pub const DIM: usize = 64;
-/// Occurrences of a bag.
+/// Occurrences per bag.
 pub const BAG: usize = 20;
-/// A row is prefetched so many occurrences ahead.
+/// Number of occurrences to prefetch.
 const AHEAD: usize = 12;
-/// A row is prefetched so many distinct rows ahead.
+/// Number of distinct rows to prefetch.
 const ROWS_AHEAD: usize = 8;
 const LR: f32 = 0.02;
 const EPS: f32 = 1e-8;
@@ -24,7 +24,7 @@ type Columns = [f32; DIM];
 /// The update of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlainOptimizer {
-    /// A row has weights. The sums, one for each row, lie elsewhere.
+    /// A row has weights. The sums, one per row, are stored elsewhere.
     RowWiseAdagrad,
     /// A row has weights, then sums.
     Adagrad,
@@ -46,11 +46,12 @@ pub struct PlainTable {
     occurrences: Vec<u32>,
 }
 
-/// Makes versions of `$body` for AVX-512 and AVX2, and a function that chooses among them.
+/// Creates versions of `$body` for AVX-512 and AVX2, and a function that chooses among them.
 macro_rules! versions {
     ($($name:ident: $body:ident($($argument:ident: $type:ty),*);)*) => {$(
         /// # Safety
-        /// Slots are those of rows of the table, which nobody else uses. Outputs and gradients have `DIM` columns a bag.
+        /// Slots are those of rows of the table, which no other code uses. Outputs and gradients have `DIM` columns per
+        /// bag.
         pub unsafe fn $name($($argument: $type),*) {
             #[cfg(target_arch = "x86_64")]
             {
@@ -99,7 +100,7 @@ unsafe fn forward(table: &PlainTable, slots: &[u32], out: &mut [f32]) {
             if let Some(&slot) = slots.get(position + AHEAD) {
                 prefetch_row(table.rows.wrapping_add(slot as usize * table.stride), DIM);
             }
-            // SAFETY: by the caller's promise the slot is that of a row of the table, and nobody writes it.
+            // SAFETY: the caller guarantees that the slot belongs to a row of the table, which no other code writes.
             let row = unsafe { &*table.rows.add(slots[position] as usize * table.stride).cast::<Columns>() };
             for column in 0..DIM {
                 sums[column] += row[column];
@@ -127,7 +128,7 @@ unsafe fn backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], gr
             }
         }
         let slot = distinct[row] as usize;
-        // SAFETY: by the caller's promise the slot is that of a row of the table, and nobody else uses it.
+        // SAFETY: the caller guarantees that the slot belongs to a row of the table, which no other code uses.
         let values = unsafe { std::slice::from_raw_parts_mut(table.rows.add(slot * table.stride), table.stride) };
         let (weights, slots) = values.split_at_mut(DIM);
         match optimizer {
@@ -164,7 +165,7 @@ unsafe fn backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], gr
 }
 
 impl PlainTable {
-    /// A table of `count` rows at address `rows`.
+    /// Creates a table of `count` rows at address `rows`.
     pub fn new(rows: *mut f32, stride: usize, count: usize) -> Self {
         let sums = vec![0.0; count];
         huge_pages(&sums);
@@ -193,21 +194,21 @@ impl PlainTable {
     }
 }
 
-/// Rows of [`DIM`] float32 in memory that the system has not given yet, as before the first births of a table. In huge pages.
+/// Rows of [`DIM`] float32 in fresh memory, as before the first initializations of a table. In huge pages.
 pub struct FreshRows {
     rows: Vec<[f32; DIM]>,
 }
 
 impl FreshRows {
-    /// Room for so many rows.
+    /// Allocates memory for this number of rows.
     pub fn new(rows: usize) -> Self {
-        // `vec!` would write the zeros of so large an array, and the memory would no longer be fresh.
+        // `vec!` would write the zeros of an array of this size, and the memory would not be fresh.
         let rows = bytemuck::zeroed_vec(rows);
         huge_pages(&rows);
         Self { rows }
     }
 
-    /// Give the memory back, so that it is fresh again.
+    /// Returns the memory to the OS, so that it is fresh again.
     pub fn forget(&mut self) {
         *self = Self::new(self.rows.len());
     }

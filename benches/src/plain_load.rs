@@ -1,14 +1,14 @@
-//! The limit of the bench of loads: a plain loop.
+//! The limit of the load bench: a plain loop.
 
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 
 use crate::{DIM, FreshRows, PlainIndex, huge_pages};
 
-/// The entry of an id is prefetched this many ids before its turn.
+/// The entry of an id is prefetched this many ids early.
 const AHEAD: usize = 32;
 
-/// Rows of [`DIM`] float32 with rowwise Adagrad's scalar, in memory in the columns of a file.
+/// Rows of [`DIM`] float32 with rowwise Adagrad's scalar, in memory in the column layout of a file.
 #[derive(Debug)]
 pub struct PlainLoad {
     ids: Vec<Id>,
@@ -21,7 +21,7 @@ pub struct PlainLoad {
 }
 
 impl PlainLoad {
-    /// A row for each of `ids`.
+    /// Creates a row for each of `ids`.
     pub fn new(ids: impl Iterator<Item = Id>) -> Self {
         let ids: Vec<Id> = ids.collect();
         let rows = ids.len();
@@ -36,7 +36,7 @@ impl PlainLoad {
         }
     }
 
-    /// Put the rows into memory that the system has not given yet, and their ids into a new index. The result is the number of rows.
+    /// Copies the rows to fresh memory, and their ids to a new index. Returns the number of rows.
     pub fn load(&self) -> usize {
         let mut index = PlainIndex::with_room(self.ids.len());
         let mut rows = FreshRows::new(self.ids.len());

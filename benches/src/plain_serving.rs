@@ -13,7 +13,7 @@ use serde_json::Value;
 use crate::plain::{PlainIndex, prefetch};
 use crate::plain_kernels::DIM;
 
-/// Ids that are looked up together.
+/// Number of ids that are looked up together.
 const BLOCK: usize = 64;
 const ROW_BYTES: usize = DIM * 4;
 const LINE_FLOATS: usize = 16;
@@ -27,7 +27,7 @@ struct Mapped {
     bytes: usize,
     /// The ids of its rows.
     ids: Vec<Id>,
-    /// Where the weights begin, in bytes.
+    /// The start of the weights, in bytes.
     weights: usize,
 }
 
@@ -35,12 +35,12 @@ impl Mapped {
     fn open(path: &Path) -> Self {
         let file = File::open(path).expect("a file of rows");
         let bytes = file.metadata().expect("an open file").len() as usize;
-        // SAFETY: this makes a new read-only mapping of an open file, with the file's length.
+        // SAFETY: this creates a read-only mapping of an open file, with the file's length.
         let start = unsafe { libc::mmap(null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         assert_ne!(start, libc::MAP_FAILED, "mmap");
-        // SAFETY: the mapping is this one's own, and the advice only turns read-ahead off.
+        // SAFETY: this value owns the mapping, and the advice only turns read-ahead off.
         assert_eq!(unsafe { libc::madvise(start, bytes, libc::MADV_RANDOM) }, 0, "madvise");
-        // SAFETY: the call touches no memory of this process. Reads of a row then bring in its own pages alone.
+        // SAFETY: the call touches no memory of this process. Reads of a row then only load its own pages.
         assert_eq!(unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) }, 0, "fadvise");
         let mut this = Self { file, start: start.cast(), bytes, ids: Vec::new(), weights: 0 };
         let length = u64::from_le_bytes(this.slice(0, 8).try_into().expect("eight bytes")) as usize;
@@ -58,11 +58,11 @@ impl Mapped {
 
     fn slice(&self, begin: usize, bytes: usize) -> &[u8] {
         assert!(begin + bytes <= self.bytes, "inside the file");
-        // SAFETY: the range is in the mapping, which lives as long as self, and nobody writes the file.
+        // SAFETY: the range is in the mapping, which lives as long as self, and no process writes the file.
         unsafe { std::slice::from_raw_parts(self.start.add(begin), bytes) }
     }
 
-    /// The bytes of the pages on which a range of the weights lies.
+    /// The byte range of the pages of some rows' weights.
     fn pages(&self, first_row: usize, rows: usize) -> (usize, usize) {
         let begin = self.weights + first_row * ROW_BYTES;
         let end = (begin + rows * ROW_BYTES).next_multiple_of(PAGE).min(self.bytes.next_multiple_of(PAGE));
@@ -72,12 +72,12 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this one's own, and nobody reads it any more.
+        // SAFETY: this value owns the mapping, and no code reads it afterwards.
         unsafe { libc::munmap(self.start.cast(), self.bytes) };
     }
 }
 
-/// Some rows that lie side by side in one file.
+/// Adjacent rows of one file.
 #[derive(Clone, Copy, Debug)]
 pub struct RowRun {
     /// The index of the file.
@@ -88,7 +88,7 @@ pub struct RowRun {
     pub rows: usize,
 }
 
-/// The rows of a checkpoint where they lie in its mapped files, and an index of their addresses.
+/// The rows of a checkpoint in its mapped files, and an index of their addresses.
 #[derive(Debug)]
 pub struct PlainServing {
     files: Vec<Mapped>,
@@ -96,7 +96,7 @@ pub struct PlainServing {
 }
 
 impl PlainServing {
-    /// Map the files in a folder, which are those of one table of a full checkpoint.
+    /// Maps the files in a folder, which are those of one table of a full checkpoint.
     ///
     /// # Panics
     /// Panics when a file is not one of a checkpoint.
@@ -115,7 +115,7 @@ impl PlainServing {
         Self { files, index }
     }
 
-    /// Map the pages of all rows into this process, so that no loop waits for one.
+    /// Maps the pages of all rows into this process, so that no loop waits for one.
     ///
     /// # Panics
     /// Panics when a file cannot be read.
@@ -125,7 +125,7 @@ impl PlainServing {
         }
     }
 
-    /// Map the pages of some rows into this process.
+    /// Maps the pages of some rows into this process.
     ///
     /// # Panics
     /// Panics when the file cannot be read.
@@ -133,14 +133,14 @@ impl PlainServing {
         let file = &self.files[run.file];
         let (begin, bytes) = file.pages(run.first, run.rows);
         let start = file.start.wrapping_add(begin).cast();
-        // The first advice reads them all at once. Without it each would be waited for by itself.
+        // The first advice reads them all together. Without it each page would be waited for separately.
         for advice in [libc::MADV_WILLNEED, libc::MADV_POPULATE_READ] {
             // SAFETY: these pages are in the mapping, and are only read.
             assert_eq!(unsafe { libc::madvise(start, bytes, advice) }, 0, "pages of the file");
         }
     }
 
-    /// All rows, as runs of `rows` of one file. What a file has beyond its last whole run is left out.
+    /// All rows, as runs of `rows` of one file. The rest of a file after its last complete run is skipped.
     pub fn runs(&self, rows: usize) -> Vec<RowRun> {
         let of_file = |(file, mapped): (usize, &Mapped)| {
             (0..mapped.ids.len() / rows).map(move |number| RowRun { file, first: number * rows, rows })
@@ -153,10 +153,10 @@ impl PlainServing {
         &self.files[run.file].ids[run.first..][..run.rows]
     }
 
-    /// How many of these rows have a page that is not in the page cache.
+    /// Number of these rows with a page that is not in the page cache.
     ///
     /// # Panics
-    /// Panics when the system does not tell.
+    /// Panics if the OS does not report it.
     pub fn not_cached(&self, rows: &[RowRun]) -> usize {
         let is_out = |run: &&RowRun| {
             let file = &self.files[run.file];
@@ -170,11 +170,12 @@ impl PlainServing {
         rows.iter().filter(is_out).count()
     }
 
-    /// Write the row of each id to `out`, which is `[ids, DIM]`, and zeros for an id that has none; `found` says which have one. This goes
-    /// by blocks: the entries of the next block are prefetched, then the rows of this one, before any of them is copied.
+    /// Writes the row of each id to `out`, which is `[ids, DIM]`, and zeros for an id without a row; `found` is true
+    /// for ids with a row. The ids are processed in blocks: the entries of the next block are prefetched, then the rows
+    /// of this one, before any of them is copied.
     ///
     /// # Panics
-    /// Panics when there is no place for each row.
+    /// Panics if an output is too short.
     pub fn lookup(&self, ids: &[Id], out: &mut [f32], found: &mut [bool]) {
         let places = out.as_chunks_mut::<DIM>().0;
         assert!(places.len() >= ids.len() && found.len() >= ids.len(), "a place for each row");
@@ -195,17 +196,18 @@ impl PlainServing {
                     place.fill(0.0);
                 } else {
                     let row = std::ptr::with_exposed_provenance::<[f32; DIM]>(*address);
-                    // SAFETY: the index has addresses of whole rows in mappings that live as long as self and are apart from `out`.
+                    // SAFETY: the index has addresses of whole rows in mappings that live as long as self and do not
+                    // overlap `out`.
                     unsafe { std::ptr::copy_nonoverlapping(row, place, 1) };
                 }
             }
         }
     }
 
-    /// A ring that reads rows of these files through the page cache, `depth` at a time.
+    /// Creates a ring that reads rows of these files through the page cache, `depth` at a time.
     ///
     /// # Panics
-    /// Panics when the system refuses `io_uring`.
+    /// Panics if the OS rejects `io_uring`.
     pub fn reads(&self, depth: u32) -> BufferedReads {
         let ring = IoUring::builder().setup_coop_taskrun().build(depth);
         let ring = ring.or_else(|_| IoUring::new(depth)).expect("io_uring is permitted");
@@ -214,10 +216,10 @@ impl PlainServing {
         BufferedReads { ring, depth: depth as usize }
     }
 
-    /// Look `ids` up, whose pages are in memory, while `reads` reads the `cold` rows, each into a place of its own.
+    /// Looks up `ids`, whose pages are in memory, while `reads` reads the `cold` rows, each into its own memory.
     ///
     /// # Panics
-    /// Panics when a read fails or is short, and when there is no place for each row.
+    /// Panics when a read fails or is short, and if an output is too short.
     pub fn lookup_and_read(
         &self,
         ids: &[Id],
@@ -231,7 +233,8 @@ impl PlainServing {
             let offset = self.files[run.file].weights + run.first * ROW_BYTES;
             let read = opcode::Read::new(types::Fixed(run.file as u32), place.as_mut_ptr().cast(), ROW_BYTES as u32)
                 .offset(offset as u64);
-            // SAFETY: the place outlives the read, because every completion is awaited below, and nobody looks at it before.
+            // SAFETY: the memory outlives the read, because every completion is awaited below, and no code reads it
+            // before.
             unsafe { reads.ring.submission().push(&read.build()) }.expect("an entry a row");
         }
         reads.ring.submit().expect("io_uring_enter");

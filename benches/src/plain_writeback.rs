@@ -1,16 +1,16 @@
-//! The limit of writing rows back on a disk that costs nothing: a plain loop.
+//! The limit of row write-back to a disk that costs nothing: a plain loop.
 
 use embcache::types::Id;
 
 use crate::plain::PlainIndex;
 use crate::tier::RECORD_BYTES;
 
-/// Rows are prefetched so many ahead.
+/// Number of rows to prefetch.
 const AHEAD: usize = 16;
-/// Bytes of records that are kept, as of a disk's write buffers.
+/// Bytes of records that are kept, like the write buffers of a disk.
 const KEPT: usize = 1 << 23;
 
-/// Writes rows as records one behind the other, and keeps the place of each id's newest record.
+/// Writes rows as contiguous records, and keeps the position of each id's latest record.
 pub struct PlainWriteBack {
     index: PlainIndex,
     records: Vec<u8>,
@@ -18,21 +18,21 @@ pub struct PlainWriteBack {
 }
 
 impl PlainWriteBack {
-    /// What the limit does.
+    /// Description of the limit.
     pub const WHAT: &str =
         "plain loop: copy a row into a record, crc32c, replace its place in an open-addressing table, prefetching";
 
-    /// A store that has a record of each id, of which there may be `rows`.
+    /// A store that has a record of each id.
     pub fn new(ids: impl ExactSizeIterator<Item = Id>) -> Self {
         let mut index = PlainIndex::with_room(ids.len());
         ids.zip(1..).for_each(|(id, place)| index.put(id, place));
         Self { index, records: vec![0; KEPT / RECORD_BYTES * RECORD_BYTES], next: 1 }
     }
 
-    /// Write the rows of `ids`, which are here, with these bytes.
+    /// Writes the rows of `ids`, with these bytes.
     ///
     /// # Panics
-    /// Panics where there are fewer rows than ids.
+    /// Panics if there are fewer rows than ids.
     pub fn write(&mut self, ids: &[Id], rows: &[&[u8]]) {
         for (at, (id, row)) in ids.iter().zip(rows).enumerate() {
             if let Some(later) = ids.get(at + AHEAD) {

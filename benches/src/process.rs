@@ -1,4 +1,4 @@
-//! What this process uses, as the system counts it.
+//! Resource usage of this process, as counted by the OS.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -7,9 +7,9 @@ use std::os::fd::AsRawFd as _;
 /// The resident bytes of a process.
 #[derive(Clone, Copy, Debug)]
 pub struct Resident {
-    /// Bytes that are resident now.
+    /// Number of resident bytes.
     pub now: u64,
-    /// The most bytes that were resident at once since the process began.
+    /// Maximum number of resident bytes since the process started.
     pub peak: u64,
 }
 
@@ -26,7 +26,7 @@ pub fn resident() -> Resident {
     Resident { now: bytes("VmRSS:"), peak: bytes("VmHWM:") }
 }
 
-/// Let [`Resident::peak`] begin anew now.
+/// Resets [`Resident::peak`].
 ///
 /// # Panics
 /// Panics without `/proc`.
@@ -34,10 +34,10 @@ pub fn forget_peak() {
     std::fs::write("/proc/self/clear_refs", "5").expect("Linux with /proc");
 }
 
-/// The user and system time of this process so far, in seconds.
+/// The user and system time of this process since its start, in seconds.
 ///
 /// # Panics
-/// Never panics, because `getrusage` of the process itself cannot fail.
+/// Never, because `getrusage` of the process itself cannot fail.
 pub fn cpu_seconds() -> f64 {
     // SAFETY: all-zero is a valid value of this plain C struct.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
@@ -47,14 +47,14 @@ pub fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// Remove a synced file from the page cache.
+/// Removes a synced file from the page cache.
 pub fn forget_cached(file: &File) {
-    // SAFETY: the descriptor is open, and the advice, which the system may ignore, touches no memory of this process.
+    // SAFETY: the descriptor is open, and the advice, which the OS may ignore, touches no memory of this process.
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
 }
 
-/// Let the system kill this process when the one that started it ends.
+/// Makes the OS kill this process when its parent exits.
 pub fn die_with_parent() {
-    // SAFETY: the call takes plain integers. Where it fails the bench only lives a little longer.
+    // SAFETY: the call takes plain integers. If it fails, the bench only runs a little longer.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }

@@ -15,37 +15,38 @@ use crate::workload::SplitMix64;
 
 /// The alignment of direct reads in bytes.
 const SECTOR: usize = 512;
-/// Reads that the limits have in flight. A ring of this project's engine has as many.
+/// Reads that the limits have in flight, the same number as a ring of this project's engine.
 pub const RAW_DEPTH: usize = 128;
 /// Completions to wait for in one system call.
 const REAP: usize = 16;
 /// Bytes of a block, in which the distance between records is counted.
 const BLOCK: u64 = 4096;
-/// Records are read together when their blocks are at most so many bytes apart. The disk transfers about that much in the time of a
-/// request.
+/// Records are read together if their blocks are at most this number of bytes apart. The disk transfers about that much
+/// in the time of a request.
 const MERGED_GAP: u64 = 16 << 10;
-/// The most bytes of records that are read together.
+/// Maximum bytes of records that are read together.
 const LARGEST_MERGED: usize = 128 << 10;
-/// The most bytes that a segment's footer takes for each record.
+/// Maximum bytes of a segment's footer per record.
 const FOOTER_ENTRY_BYTES: u64 = 14;
 
-/// A ring that reads one or several files with `O_DIRECT`. The files are registered with the ring, and so is its memory where that
-/// is permitted.
+/// A ring that reads one or several files with `O_DIRECT`. The files are registered with the ring, and so is its memory
+/// if that is permitted.
 pub struct RawReads {
     ring: IoUring,
     _files: Vec<File>,
     memory: AlignedBuf,
-    /// Whether the memory is registered.
+    /// True if the memory is registered.
     fixed: bool,
     depth: usize,
     slot_bytes: usize,
 }
 
 impl RawReads {
-    /// A ring for one file, with `depth` reads of up to `largest` bytes in flight. Reads may have any alignment.
+    /// Creates a ring for one file, with `depth` reads of up to `largest` bytes in flight. Reads may have any
+    /// alignment.
     ///
     /// # Panics
-    /// Panics when the system refuses `io_uring` or `O_DIRECT`.
+    /// Panics if the OS rejects `io_uring` or `O_DIRECT`.
     pub fn new(path: &Path, largest: usize, depth: usize) -> Self {
         Self::over(vec![open_direct(path).expect("O_DIRECT is permitted")], largest, depth)
     }
@@ -60,15 +61,15 @@ impl RawReads {
             .chunks_exact_mut(slot_bytes)
             .map(|slot| libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot_bytes })
             .collect();
-        // SAFETY: the memory lives as long as the ring, and only the memory of completed reads is looked at.
+        // SAFETY: the memory lives as long as the ring, and only the memory of completed reads is accessed.
         let fixed = unsafe { ring.submitter().register_buffers(&slots) }.is_ok();
         let descriptors: Vec<i32> = files.iter().map(AsRawFd::as_raw_fd).collect();
         ring.submitter().register_files(&descriptors).expect("files can be registered");
         Self { ring, _files: files, memory, fixed, depth, slot_bytes }
     }
 
-    /// Read the sectors of `len` bytes at each offset. The result is the sum of the first wanted byte of each, so that no read can
-    /// be left out.
+    /// Reads the sectors of `len` bytes at each offset. Returns the sum of the first requested byte of each, so that no
+    /// read can be optimized away.
     ///
     /// # Panics
     /// Panics when a read fails or is short.
@@ -76,7 +77,8 @@ impl RawReads {
         self.read_from(offsets.len(), |at| (0, offsets[at], len))
     }
 
-    /// Like [`RawReads::read`], for `count` reads. `read_at` gives for each read the index of its file, its offset and its length.
+    /// Like [`RawReads::read`], for `count` reads. `read_at` returns the index of the file, the offset and the length
+    /// of each read.
     ///
     /// # Panics
     /// Panics when a read fails or is short.
@@ -85,7 +87,7 @@ impl RawReads {
         let mut done = 0;
         let mut sum = 0;
         let mut free: Vec<usize> = (0..self.depth).collect();
-        // For each slot of the memory, where the wanted bytes of its read begin and end.
+        // For each slot of the memory, the range of the requested bytes of its read.
         let mut wanted = vec![(0, 0); self.depth];
         while done < count {
             while let (Some(&slot), true) = (free.last(), next < count) {
@@ -119,16 +121,16 @@ impl RawReads {
     }
 }
 
-/// Where a record lies: the index of its file, and its offset there.
+/// The position of a record: the index of its file, and its offset in it.
 pub type RecordPosition = (usize, u64);
 
-/// Open a file for reads that bypass the page cache.
+/// Opens a file for reads that bypass the page cache.
 fn open_direct(path: &Path) -> std::io::Result<File> {
     File::options().read(true).custom_flags(libc::O_DIRECT).open(path)
 }
 
-/// Reads batches of records at random positions of a tier's files, as the limit of fetches. Each batch is sorted, and records that
-/// lie close together are one read.
+/// Reads batches of records at random positions of a tier's files, as the limit of fetches. Each batch is sorted, and
+/// records that are close together are one read.
 pub struct RawRecords {
     reads: RawReads,
     /// Bytes of the records of each file.
@@ -138,10 +140,10 @@ pub struct RawRecords {
 }
 
 impl RawRecords {
-    /// A reader of the segments in a directory, with `depth` reads in flight.
+    /// Creates a reader of the segments in a directory, with `depth` reads in flight.
     ///
     /// # Panics
-    /// Panics when there are no segments, and as [`RawReads::new`].
+    /// Panics if there are no segments, and like [`RawReads::new`].
     pub fn over(dir: &Path, record_bytes: usize, depth: usize) -> Self {
         let (mut files, mut lengths) = (Vec::new(), Vec::new());
         for entry in std::fs::read_dir(dir).expect("a directory of files") {
@@ -151,7 +153,7 @@ impl RawRecords {
             }
             let file = match open_direct(&path) {
                 Ok(file) => file,
-                // Compaction has removed it meanwhile.
+                // Compaction has removed it concurrently.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) => panic!("O_DIRECT is permitted: {error}"),
             };
@@ -168,10 +170,10 @@ impl RawRecords {
         Self { reads, lengths, random: SplitMix64(9), record_bytes }
     }
 
-    /// Draw `count` records. Each record of the files is as likely as any other, dead ones included.
+    /// Draws `count` records. Each record of the files has the same probability, including dead ones.
     ///
     /// # Panics
-    /// Never panics, because `over` has made sure that there is a file.
+    /// Never, because `over` has checked that there is a file.
     pub fn draw(&mut self, count: usize) -> Vec<RecordPosition> {
         let total = self.lengths.iter().sum();
         let mut draw = || {
@@ -184,11 +186,11 @@ impl RawRecords {
         (0..count).map(|_| draw()).collect()
     }
 
-    /// Read batches and return the time that took. Each batch is sorted and merged by itself, and its reads follow directly on
-    /// those before.
+    /// Reads batches and returns the duration. Each batch is sorted and merged separately, and its reads directly
+    /// follow the previous ones.
     ///
     /// # Panics
-    /// Panics as [`RawReads::read`] does.
+    /// Panics like [`RawReads::read`].
     pub fn read(&mut self, batches: &mut [Vec<RecordPosition>]) -> Duration {
         let begin = Instant::now();
         let mut merged: Vec<(usize, u64, usize)> = Vec::with_capacity(batches.iter().map(Vec::len).sum());
@@ -213,10 +215,10 @@ impl RawRecords {
     }
 }
 
-/// Write a new file of `bytes` bytes with `O_DIRECT`, `chunk` bytes at a time, and make it durable.
+/// Writes a new file of `bytes` bytes with `O_DIRECT`, `chunk` bytes at a time, and makes it durable.
 ///
 /// # Panics
-/// Panics when the system refuses `O_DIRECT`, and when the disk is full.
+/// Panics if the OS rejects `O_DIRECT`, and when the disk is full.
 pub fn write_sequentially(path: &Path, bytes: usize, chunk: usize) {
     assert!(chunk.is_multiple_of(ALIGNMENT) && bytes.is_multiple_of(chunk));
     let data = AlignedBuf::zeroed(chunk);
@@ -232,11 +234,11 @@ pub fn write_sequentially(path: &Path, bytes: usize, chunk: usize) {
 
 /// Bytes of a request on whole files.
 const REQUEST_BYTES: usize = 8 << 20;
-/// The threads that work on whole files, each on a file of its own.
+/// The threads that work on whole files, each on its own file.
 const WRITERS: usize = 4;
 
-/// The limits of whole files. Each of four threads writes and syncs a quarter of the bytes, or reads it, 8 MiB at a time with
-/// `O_DIRECT`.
+/// The limits of whole files. Each of four threads writes and syncs a quarter of the bytes, or reads it, 8 MiB at a
+/// time with `O_DIRECT`.
 #[derive(Debug)]
 pub struct RawFiles {
     paths: Vec<PathBuf>,
@@ -244,21 +246,21 @@ pub struct RawFiles {
 }
 
 impl RawFiles {
-    /// Files in an existing folder, with `bytes` bytes together or a little more.
+    /// Files in an existing folder, with a total of `bytes` bytes or a little more.
     pub fn new(dir: &Path, bytes: usize) -> Self {
         let paths = (0..WRITERS).map(|number| dir.join(format!("raw-{number}"))).collect();
         Self { paths, file_bytes: bytes.div_ceil(WRITERS).next_multiple_of(ALIGNMENT) }
     }
 
-    /// Bytes of all files together.
+    /// Total bytes of all files.
     pub fn bytes(&self) -> usize {
         self.file_bytes * WRITERS
     }
 
-    /// Make and write the files. The result is the time that took.
+    /// Creates and writes the files. Returns the duration.
     ///
     /// # Panics
-    /// Panics when the system refuses `O_DIRECT`, and when the disk is full.
+    /// Panics if the OS rejects `O_DIRECT`, and when the disk is full.
     pub fn write(&self) -> Duration {
         let mut buffers: Vec<AlignedBuf> = self.paths.iter().map(|_| AlignedBuf::zeroed(REQUEST_BYTES)).collect();
         let mut random = SplitMix64(5);
@@ -280,7 +282,7 @@ impl RawFiles {
         })
     }
 
-    /// Read the files. The result is the time that took.
+    /// Reads the files. Returns the duration.
     ///
     /// # Panics
     /// Panics when the files do not exist.
@@ -296,7 +298,7 @@ impl RawFiles {
         })
     }
 
-    /// Remove the files.
+    /// Removes the files.
     ///
     /// # Panics
     /// Panics when the files do not exist.

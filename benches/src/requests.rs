@@ -1,4 +1,4 @@
-//! Requests to a checkpoint that is served.
+//! Requests to a served checkpoint.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,17 +12,17 @@ use crate::served_rows::{Publisher, SERVED_TABLE, served_row};
 /// The number of ids of a request.
 pub const REQUEST_IDS: usize = 2000;
 
-/// Answers requests of one thread, always into the same memory.
+/// Serves requests of one thread, always into the same memory.
 pub struct Requests {
     serving: Arc<TableServer>,
     /// The rows of the last request: `[REQUEST_IDS, DIM]`.
     pub out: Vec<f32>,
-    /// Which ids of the last request have a row: `[REQUEST_IDS]`.
+    /// True for the ids of the last request that have a row: `[REQUEST_IDS]`.
     pub found: Vec<bool>,
 }
 
 impl Requests {
-    /// Serve the newest checkpoint.
+    /// Serves the latest checkpoint.
     ///
     /// # Panics
     /// Panics when it cannot be opened.
@@ -30,7 +30,7 @@ impl Requests {
         Self::with(publisher, ServeOptions::default())
     }
 
-    /// Serve the newest checkpoint, all of whose rows are read into memory before.
+    /// Serves the latest checkpoint, with all of its rows read into memory first.
     ///
     /// # Panics
     /// Panics when it cannot be opened.
@@ -43,12 +43,12 @@ impl Requests {
         Self { serving, out: vec![0.0; REQUEST_IDS * DIM], found: vec![false; REQUEST_IDS] }
     }
 
-    /// What is served.
+    /// The server.
     pub fn serving(&self) -> &Arc<TableServer> {
         &self.serving
     }
 
-    /// Answer a request of at most [`REQUEST_IDS`] ids, all of which have a row. The result is the seconds that it took.
+    /// Serves a request of at most [`REQUEST_IDS`] ids, all of which have a row. Returns its duration in seconds.
     ///
     /// # Panics
     /// Panics when a row is missing, and when the disk fails.
@@ -62,10 +62,10 @@ impl Requests {
         seconds
     }
 
-    /// Answer a request, and check its rows, which are those of version 0.
+    /// Serves a request, and checks that its rows are those of version 0.
     ///
     /// # Panics
-    /// Panics when a row is another one, and as [`Requests::answer`] does.
+    /// Panics if a row differs, and like [`Requests::answer`].
     pub fn check(&mut self, ids: &[Id]) {
         self.answer(ids);
         let right = |(id, row): (&Id, &[f32; DIM])| row[..] == served_row(*id, 0)[..];

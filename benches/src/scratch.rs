@@ -1,4 +1,4 @@
-//! A folder on the disk under test. It is removed with its process, however that ends.
+//! A folder on the disk under test. It is removed after its process exits for any reason.
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
@@ -15,8 +15,8 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// A new folder under `EMBCACHE_BENCH_DIR` (by default the build's `target`) on a disk with at least `bytes` free; or the
-    /// reason why there is none.
+    /// Creates a folder under `EMBCACHE_BENCH_DIR` (by default the build's `target`) on a disk with at least `bytes`
+    /// free; or returns the reason for the failure.
     pub fn new(bytes: u64) -> Result<Self, String> {
         let usual = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../target");
         let parent = std::env::var_os("EMBCACHE_BENCH_DIR").map_or_else(usual, PathBuf::from);
@@ -31,8 +31,8 @@ impl Scratch {
         }
         let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(&parent);
         let path = folder.map_err(|error| format!("cannot make a folder in {}: {error}", parent.display()))?.keep();
-        // The remover reads until the end of the pipe on this process's side is gone. A group of its own keeps a terminal's Ctrl-C
-        // from it.
+        // The remover reads until this process's side of the pipe is closed. Its own process group keeps a terminal's
+        // Ctrl-C from it.
         let janitor = Command::new("sh")
             .args(["-c", "read -r _; rm -rf -- \"$0\""])
             .arg(&path)
@@ -52,12 +52,12 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         drop(self.janitor.stdin.take());
-        // If this fails, files stay behind. The next run sees that when it checks the free bytes.
+        // If this fails, files are left over. The next run detects that when it checks the free bytes.
         let _ = self.janitor.wait();
     }
 }
 
-/// Bytes that this user may still write to the disk of `path`.
+/// Bytes that this user can still write to the disk of `path`.
 fn free_bytes(path: &Path) -> std::io::Result<u64> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: all-zero is a valid value of this plain C struct.

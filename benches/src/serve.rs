@@ -1,12 +1,12 @@
 //! Serves one bench, a round at a time, to a driver that measures rivals in between.
 //!
-//! 1. The program makes its data, checks the two sides and prints one line of JSON: name, unit, better, limit (what it is, or
-//!    null), batch (ids of a batch, 0 without data), rows, rounds (how many the driver is to ask for), store (what other stores
-//!    are given to do, or null: see [`crate::StoreWork`]).
+//! 1. The program creates its data, checks the two sides and prints one line of JSON: name, unit, better, limit (its
+//!    description, or null), batch (ids per batch, 0 without data), rows, rounds (the number of rounds to request),
+//!    store (the work for other stores, or null: see [`crate::StoreWork`]).
 //! 2. The driver writes `ours` or `limit`; the program runs one round of it and prints the value, or `null`.
 //! 3. The driver writes `data PATH`; the program writes the batches there as little-endian int64 and prints `null`.
-//! 4. The driver writes `figures`; the program prints what else it has seen in its rounds, see [`crate::Rounds::figures`].
-//! 5. The driver closes stdin; the program ends. It ends too when the driver dies.
+//! 4. The driver writes `figures`; the program prints the other figures of its rounds, see [`crate::Rounds::figures`].
+//! 5. The driver closes stdin; the program exits. It also exits when the driver dies.
 
 use std::io::{BufRead, Write};
 

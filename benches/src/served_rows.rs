@@ -1,4 +1,4 @@
-//! A trainer that publishes checkpoints for benches of serving. It has no table: the rows follow from their ids.
+//! A trainer that publishes checkpoints for serving benches. It has no table: the rows are determined by their ids.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,15 +22,16 @@ use crate::process::forget_cached;
 use crate::table::table_config;
 use crate::workload::{scattered_id, scattered_slot};
 
-/// The name of the table, and that of its module.
+/// The name of the table, and of its module.
 pub const SERVED_TABLE: &str = "rows";
 const MODULE: &str = "m";
-/// Rows that are handed to the writer at a time.
+/// Rows per call of the writer.
 const WRITE_ROWS: usize = 16_384;
-/// Bytes of a checkpoint for each row: the weights, the sum, 28 bytes of metadata, and an index beside.
+/// Bytes of a checkpoint per row: the weights, the sum, 28 bytes of metadata, and an index.
 const CHECKPOINT_ROW_BYTES: u64 = 310;
 
-/// The weights of a row that was trained last for checkpoint `version`. The first three numbers tell the id and the version.
+/// The weights of a row that was last trained for checkpoint `version`. The first three values encode the id and the
+/// version.
 pub fn served_row(id: Id, version: u64) -> [f32; DIM] {
     let (low, high) = (id as u64 & 0xff_ffff, id as u64 >> 40);
     let mut row: [f32; DIM] = std::array::from_fn(|column| (low + column as u64) as f32);
@@ -41,7 +42,7 @@ pub fn served_row(id: Id, version: u64) -> [f32; DIM] {
 
 /// Publishes checkpoints of a table with rowwise Adagrad and the ids `scattered_id(0..rows)`.
 ///
-/// Frequent ids lie anywhere in the files, as they do where many of them were drawn before.
+/// Frequent ids are distributed over the files, as in a table that was trained for a long time.
 #[derive(Debug)]
 pub struct Publisher {
     directory: CheckpointDirectory,
@@ -60,7 +61,7 @@ pub struct Unpublished {
 }
 
 impl Publisher {
-    /// A publisher into a new folder. Nothing is published yet.
+    /// Creates a publisher in a new folder, without checkpoints.
     ///
     /// # Panics
     /// Panics when the folder cannot be made.
@@ -70,7 +71,7 @@ impl Publisher {
         Self { directory, root: root.to_owned(), spec, rows, newest: None, epoch: 1 }
     }
 
-    /// Bytes of disk that a full checkpoint and deltas of `delta_rows` rows take together.
+    /// Bytes of disk for a full checkpoint and deltas of `delta_rows` rows.
     pub fn bytes(rows: u64, delta_rows: u64) -> u64 {
         (rows + delta_rows) * CHECKPOINT_ROW_BYTES + (64 << 20)
     }
@@ -78,32 +79,32 @@ impl Publisher {
     /// The directory of the checkpoints, for a process that serves them.
     ///
     /// # Panics
-    /// Panics when it has gone.
+    /// Panics if it was removed.
     pub fn to_serve(&self) -> CheckpointDirectory {
         CheckpointDirectory::open_to_load(&self.root, PathChecks::Basic).expect("a directory of checkpoints")
     }
 
-    /// When `LATEST` was renamed last.
+    /// The time of the last rename of `LATEST`.
     ///
     /// # Panics
     /// Panics before the first checkpoint is published.
     pub fn renamed(&self) -> SystemTime {
         let latest = std::fs::metadata(self.root.join("LATEST")).expect("a published checkpoint");
-        // A rename changes this time of a file and no other.
+        // A rename changes only this time of a file.
         SystemTime::UNIX_EPOCH + Duration::new(latest.ctime() as u64, latest.ctime_nsec() as u32)
     }
 
-    /// Make the index of the newest checkpoint.
+    /// Builds the index of the latest checkpoint.
     ///
     /// # Panics
-    /// Panics when the disk fails, and when the index is there already.
+    /// Panics when the disk fails, and if the index exists.
     pub fn make_index(&self) -> ServeIndexReport {
         let made = make_index(&self.directory, None, &mut || Ok(())).expect("room for an index");
         assert!(!made.existed, "an index that was made before");
         made
     }
 
-    /// The path of the newest checkpoint's own directory.
+    /// The path of the latest checkpoint's own directory.
     ///
     /// # Panics
     /// Panics before the first is published.
@@ -111,12 +112,12 @@ impl Publisher {
         self.root.join(&self.newest.as_ref().expect("a published checkpoint").name)
     }
 
-    /// The path of the newest checkpoint's files of rows.
+    /// The path of the latest checkpoint's files of rows.
     pub fn files(&self) -> PathBuf {
         self.newest().join(format!("{MODULE}+{SERVED_TABLE}"))
     }
 
-    /// Write a full checkpoint, with all rows as of version 0.
+    /// Writes a full checkpoint, with all rows at version 0.
     ///
     /// # Panics
     /// Panics when the disk fails.
@@ -126,7 +127,7 @@ impl Publisher {
         self.write(SaveOptions::default(), 0, ids, None)
     }
 
-    /// Write a delta, with these rows as of `version`.
+    /// Writes a delta, with these rows at `version`.
     ///
     /// # Panics
     /// Panics when the disk fails.
@@ -135,7 +136,7 @@ impl Publisher {
         self.write(options, version, ids, Some(DeltaChanges { tombstones: &[], sweeps: &[], total_rows: self.rows }))
     }
 
-    /// Make a checkpoint the newest one.
+    /// Publishes a checkpoint as the latest one.
     ///
     /// # Panics
     /// Panics when the disk fails.
@@ -177,7 +178,7 @@ impl Publisher {
     }
 }
 
-/// Read all files below a folder from first to last byte, so that they are in the page cache.
+/// Reads all files below a folder from first to last byte, so that they are in the page cache.
 ///
 /// # Panics
 /// Panics when a file cannot be read.
@@ -186,7 +187,7 @@ pub fn read_through(path: &Path) {
     each_file(path, &mut |mut file| while file.read(&mut buffer).expect("a readable file") > 0 {});
 }
 
-/// Remove all files below a folder from the page cache. Pages that are mapped stay there.
+/// Removes all files below a folder from the page cache. Mapped pages stay.
 ///
 /// # Panics
 /// Panics when a file cannot be opened.

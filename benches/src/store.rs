@@ -1,4 +1,4 @@
-//! The work that another store does beside a bench of the SSD tier.
+//! The work of another store that is compared with a bench of the SSD tier.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,28 +6,28 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum StoreWork {
-    /// Load the ids `scattered_id(0..rows)` and compact. A round fetches batches of the bench's data. Nothing of the rows is in RAM
-    /// when a batch begins, because they stand for the ids that a tier in RAM has missed.
+    /// Load the ids `scattered_id(0..rows)` and compact. A round fetches batches of the bench's data. No rows are in
+    /// RAM when a batch starts, because they represent the misses of a tier in RAM.
     Fetch {
         /// The number of rows to load.
         rows: u64,
         /// The bytes of RAM that the store may use.
         ram_bytes: u64,
     },
-    /// Load the ids `scattered_id(0..rows)` and compact. A round rewrites uniformly drawn rows for `seconds`, a batch at a time. It
-    /// then waits until the store has moved all of them to where they stay.
+    /// Load the ids `scattered_id(0..rows)` and compact. A round rewrites uniformly drawn rows for `seconds`, a batch
+    /// at a time. It then waits until the store has moved all of them to their final location.
     Rewrite {
         /// The number of rows to load.
         rows: u64,
         /// The bytes of RAM that the store may use.
         ram_bytes: u64,
-        /// The number of rows that are handed over at a time.
+        /// The number of rows per write.
         batch: usize,
         /// The seconds for which a round writes.
         seconds: f64,
     },
-    /// Load the ids `scattered_id(0..rows)`, each with the weights of `served_row` as of version 0 and nothing else. A round looks
-    /// the batches of the bench's data up, one after the other on one thread. Everything is in RAM.
+    /// Load the ids `scattered_id(0..rows)`, each with only the weights of `served_row` at version 0. A round looks up
+    /// the batches of the bench's data, one after the other on one thread. Everything is in RAM.
     Lookup {
         /// The number of rows to load.
         rows: u64,

@@ -1,4 +1,4 @@
-//! The settings of a table to measure.
+//! The configuration of a table to measure.
 
 use embcache::cache::host_row_bytes;
 use embcache::config::{AdmissionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, TableConfig};
@@ -7,7 +7,7 @@ use embcache::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, DEFAULT_TOTAL_NUM_BUCKETS};
 
 use crate::plain_kernels::DIM;
 
-/// The settings of a table whose rows of [`DIM`] float32 are all in RAM. It has room for `rows` of them, with the slots of
+/// The configuration of a table whose rows of [`DIM`] float32 are all in RAM. It fits `rows` of them, with the slots of
 /// `optimizer`. New rows are zeros.
 pub fn table_config(optimizer: OptimizerKind, rows: u64) -> TableConfig {
     let policy = PolicyKind::S3Fifo;

@@ -19,7 +19,7 @@ pub const RECORD_BYTES: usize = 276;
 /// Bytes of a row in RAM.
 pub const ROW_BYTES: usize = 288;
 
-/// Rows that are given to the tier in one call.
+/// Rows per call of `append`.
 pub const APPEND_ROWS: usize = 16_384;
 
 /// The layout of rows of 64 float32 under rowwise Adagrad.
@@ -27,15 +27,16 @@ pub fn tier_layout() -> RowLayout {
     OptimizerKind::RowWiseAdagrad.layout(DIM)
 }
 
-/// A new tier of `bytes` bytes in the folder `tier` of `dir`.
+/// Creates a tier of `bytes` bytes in the folder `tier` of `dir`.
 ///
 /// # Panics
-/// Panics when the tier cannot be made.
+/// Panics if the tier cannot be created.
 pub fn new_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64) -> SsdTier {
     open_tier(dir, engine, bytes, ReopenMode::Never)
 }
 
-/// A tier of `bytes` bytes in the folder `tier` of `dir`. It is new, or resumed as it was published there.
+/// Opens a tier of `bytes` bytes in the folder `tier` of `dir`. It is new, or resumes the state that was published
+/// there.
 ///
 /// # Panics
 /// Panics when the tier cannot be opened.
@@ -55,7 +56,7 @@ pub fn open_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64, reopen: Reo
     SsdTier::open(&config, &identity, tier_layout(), engine.clone()).expect("a tier that opens").0
 }
 
-/// Rows to give to the tier. Their ids are set for each call.
+/// Rows to append to the tier. Their ids are set for each call.
 pub struct TierRows {
     headers: Vec<RowHeader>,
     vectors: Vec<f32>,
@@ -71,10 +72,10 @@ impl Default for TierRows {
 }
 
 impl TierRows {
-    /// Give the tier a row of each id. `known` says that the tier has an older version of each.
+    /// Appends a row of each id to the tier. `known` is true if the tier has an older version of each.
     ///
     /// # Panics
-    /// Panics when the tier refuses, and for more ids than [`APPEND_ROWS`].
+    /// Panics if the tier returns an error, and for more ids than [`APPEND_ROWS`].
     pub fn append(&mut self, tier: &SsdTier, ids: impl ExactSizeIterator<Item = i64>, known: bool) {
         let count = ids.len();
         let headers = &mut self.headers[..count];
@@ -92,7 +93,7 @@ impl TierRows {
         self.vectors.chunks_exact(DIM).map(bytemuck::cast_slice).collect()
     }
 
-    /// Give a new tier the rows of ranks `0..rows`, in an order that has nothing to do with the rank.
+    /// Appends the rows of ranks `0..rows` to a new tier, in an order that is independent of the rank.
     pub fn load(&mut self, tier: &SsdTier, rows: u64) {
         for first in (0..rows).step_by(APPEND_ROWS) {
             let positions = first..rows.min(first + APPEND_ROWS as u64);
@@ -118,17 +119,17 @@ struct CountedFile {
 }
 
 impl CountedEngine {
-    /// An engine over `inner` with counts of 0.
+    /// Wraps `inner` with counts of 0.
     pub fn over(inner: Arc<dyn IoEngine>) -> Arc<Self> {
         Arc::new(Self { inner, written: Arc::default(), read: Arc::default() })
     }
 
-    /// Bytes that reads were asked for so far.
+    /// Number of bytes requested by reads.
     pub fn read_bytes(&self) -> u64 {
         self.read.load(Ordering::Relaxed)
     }
 
-    /// Bytes that were handed to writes so far.
+    /// Number of bytes passed to writes.
     pub fn written_bytes(&self) -> u64 {
         self.written.load(Ordering::Relaxed)
     }

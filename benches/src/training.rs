@@ -1,4 +1,4 @@
-//! A training on one table in steps that are timed, and checkpoints of it.
+//! Training of one table in steps that are timed, and checkpoints of it.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
@@ -15,7 +15,8 @@ use embcache::rows::RowHeader;
 use crate::plain_kernels::BAG;
 use crate::workload::{Ids, scattered_id};
 
-/// Trains a table on batches of bags of [`BAG`] ids, over and over. A batch is planned ahead while the one before is computed.
+/// Trains a table repeatedly on batches of bags of [`BAG`] ids. A batch is planned ahead while the previous one is
+/// computed.
 pub struct Training {
     lookup: Lookup,
     ids: Ids,
@@ -27,7 +28,7 @@ pub struct Training {
 }
 
 impl Training {
-    /// A training on these batches of whole bags. The table has rows of `dim` weights.
+    /// Creates a training on these batches of whole bags. The table has rows of `dim` weights.
     ///
     /// # Panics
     /// Panics for a table that is closed.
@@ -44,10 +45,10 @@ impl Training {
         }
     }
 
-    /// Make a step. The result is its seconds.
+    /// Runs a step. Returns its seconds.
     ///
     /// # Panics
-    /// Panics for ids that the table does not take, and when its disk fails.
+    /// Panics for ids that the table rejects, and when its disk fails.
     pub fn step(&mut self) -> f64 {
         let begin = Instant::now();
         let plan = self.ahead.take().unwrap_or_else(|| self.plan());
@@ -60,12 +61,12 @@ impl Training {
         begin.elapsed().as_secs_f64()
     }
 
-    /// Make so many steps. The result is the seconds of each.
+    /// Runs this number of steps. Returns the seconds of each.
     pub fn steps(&mut self, count: usize) -> Vec<f64> {
         (0..count).map(|_| self.step()).collect()
     }
 
-    /// Give back the batch that is planned ahead, so that no row is in use.
+    /// Releases the batch that is planned ahead, so that no row is in use.
     pub fn pause(&mut self) {
         self.ahead = None;
     }
@@ -83,10 +84,10 @@ impl Training {
     }
 }
 
-/// Put the rows of these numbers into a table of rows of `dim` weights, as trained last at `last_step`.
+/// Imports the rows of these numbers into a table of rows of `dim` weights, with `last_step`.
 ///
 /// # Panics
-/// Panics when the table has no room for them.
+/// Panics if the table has no space for them.
 pub fn give_rows(table: &Table, dim: usize, numbers: impl Iterator<Item = u64>, last_step: u64) {
     let header = |number| RowHeader { id: scattered_id(number), last_step, ..RowHeader::default() };
     let headers: Vec<RowHeader> = numbers.map(header).collect();
@@ -97,7 +98,7 @@ pub fn give_rows(table: &Table, dim: usize, numbers: impl Iterator<Item = u64>, 
 /// A checkpoint of a table.
 #[derive(Debug)]
 pub struct Saved {
-    /// The checkpoint, for a delta that builds on it.
+    /// The checkpoint, as the base of a delta.
     pub ancestor: BaseCheckpoint,
     /// The rows that were written.
     pub rows: u64,
@@ -105,7 +106,7 @@ pub struct Saved {
     pub bytes: u64,
 }
 
-/// Save a table into `root`: full, or what changed since the ancestor. The checkpoint becomes the newest ancestor.
+/// Saves a table into `root`: in full, or the changes since `ancestor`. The checkpoint becomes the latest base.
 ///
 /// # Panics
 /// Panics when the disk fails.
@@ -137,7 +138,7 @@ pub fn bytes_of(path: &Path) -> u64 {
     files_of(path, &|file| file.len())
 }
 
-/// Bytes of the disk that all files below a folder take. Files that go meanwhile count as gone.
+/// Bytes of disk in use by all files below a folder. Files that are removed concurrently count as removed.
 ///
 /// # Panics
 /// Panics when the folder cannot be read.

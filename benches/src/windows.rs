@@ -1,4 +1,4 @@
-//! What the benches share that write to the disk for a set time.
+//! Helpers of the benches that write to the disk for a set time.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::tier::ROW_BYTES;
 pub const RAW_WRITE: &str = "raw sequential O_DIRECT of 1 MiB + fdatasync, 288 bytes a row";
 const CHUNK: usize = 1 << 20;
 
-/// The number in an environment variable, or `usual`.
+/// The integer in an environment variable, or `usual`.
 pub fn setting(name: &str, usual: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
 }
@@ -26,7 +26,7 @@ pub fn window(scale: Scale) -> Duration {
     }
 }
 
-/// Wait until the tier has finished its own work, which would slow down the other sides.
+/// Waits until the tier has finished its background work, which would slow down the other sides.
 pub fn settle(tier: &SsdTier) {
     let mut before = 0;
     loop {
@@ -39,10 +39,10 @@ pub fn settle(tier: &SsdTier) {
     }
 }
 
-/// The rows a second to which a raw sequential write of 1 GiB into `dir` amounts.
+/// The rows per second of a raw sequential write of 1 GiB into `dir`.
 ///
 /// # Panics
-/// Panics when the disk is full, and when it refuses.
+/// Panics when the disk is full, or rejects the write.
 pub fn raw_write_rate(dir: &Path, scale: Scale) -> f64 {
     let path = dir.join("raw");
     let bytes = raw_write_bytes(scale);

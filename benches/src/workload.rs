@@ -1,4 +1,4 @@
-//! The workloads. They are seeded, and so the same in every run.
+//! The workloads. They are seeded, so they are the same in every run.
 
 use embcache::types::{Id, hash_id};
 
@@ -15,7 +15,7 @@ pub struct Ids {
 }
 
 impl Ids {
-    /// Batches whose ids or slots are `map` of the ranks.
+    /// Creates batches whose ids or slots are `map` of the ranks.
     pub fn from_ranks(ranks: &[u64], batch: usize, map: impl Fn(u64) -> i64) -> Self {
         Self { values: ranks.iter().map(|&rank| map(rank)).collect(), batch }
     }
@@ -42,19 +42,19 @@ impl SplitMix64 {
         (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// The next number, uniform in `[0, below)`.
+    /// The next integer, uniform in `[0, below)`.
     pub fn next_below(&mut self, below: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(below)) >> 64) as u64
     }
 }
 
-/// Zipf's law on the ranks `0..rows`. Rank r is drawn in proportion to `(r + 1)^-exponent`, by inversion of the exact distribution.
+/// Zipf's law on the ranks `0..rows`. Rank r is drawn in proportion to `(r + 1)^-exponent`, by inversion of the exact
+/// distribution.
 #[derive(Clone, Debug)]
 pub struct Zipf {
     /// The cumulative weights of the ranks.
     cumulative: Vec<f64>,
-    /// The unit interval is cut into as many equal parts as there are ranks. This is, for each part, the rank on which its start
-    /// falls.
+    /// The unit interval is divided into one equal part per rank. For each part, this is the rank at its start.
     guide: Vec<u32>,
 }
 
@@ -79,7 +79,7 @@ impl Zipf {
         Self { cumulative, guide }
     }
 
-    /// Draw a rank.
+    /// Draws a rank.
     pub fn draw(&self, random: &mut SplitMix64) -> u64 {
         let unit = random.next_f64();
         let last = self.cumulative.len() - 1;
@@ -92,27 +92,27 @@ impl Zipf {
     }
 }
 
-/// Draw `count` ranks from [`Zipf`].
+/// Draws `count` ranks from [`Zipf`].
 pub fn zipf_ranks(seed: u64, count: usize, rows: u64, exponent: f64) -> Vec<u64> {
     let zipf = Zipf::new(rows, exponent);
     let mut random = SplitMix64(seed);
     (0..count).map(|_| zipf.draw(&mut random)).collect()
 }
 
-/// Draw `count` ranks in `0..rows`, each with the same probability.
+/// Draws `count` ranks in `0..rows`, each with the same probability.
 pub fn uniform_ranks(seed: u64, count: usize, rows: u64) -> Vec<u64> {
     let mut random = SplitMix64(seed);
     (0..count).map(|_| random.next_below(rows)).collect()
 }
 
-/// The id of a rank. It is a 64-bit hash, so neither neighbouring ids nor low bits say anything about the rank.
+/// The id of a rank. It is a 64-bit hash, so neither adjacent ids nor low bits depend on the rank.
 pub fn scattered_id(rank: u64) -> Id {
     hash_id((rank ^ 0x5851_f42d_4c95_7f2d) as i64) as i64
 }
 
-/// The slot of a rank in a table of `rows` rows, by a permutation that sends neighbours far apart.
+/// The slot of a rank in a table of `rows` rows, by a permutation that moves adjacent ranks far apart.
 pub fn scattered_slot(rank: u64, rows: u64) -> i64 {
-    // This prime divides no table size in use, so the map is one to one.
+    // This prime divides no table size in use, so the map is a bijection.
     const STRIDE: u128 = 2_654_435_761;
     ((u128::from(rank) * STRIDE + 12_345) % u128::from(rows)) as i64
 }

@@ -1,4 +1,4 @@
-//! The disk that a bench of writes has: a real one, or one that costs nothing. Each has its limit.
+//! The disk of a write bench: a real one, or one that costs nothing. Each has its limit.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::scratch::Scratch;
 use crate::windows::raw_write_bytes;
 use crate::workload::scattered_id;
 
-/// What a tier writes to.
+/// The target of a tier's writes.
 pub enum WrittenDisk {
     /// A folder of the disk under test. The limit is raw sequential writes there.
     Real(Scratch),
@@ -21,10 +21,10 @@ pub enum WrittenDisk {
 }
 
 impl WrittenDisk {
-    /// A folder with room for `cap` bytes and for the limit.
+    /// A folder with space for `cap` bytes and for the limit.
     ///
     /// # Panics
-    /// Panics where the disk has less.
+    /// Panics if the disk has less.
     pub fn real(scale: Scale, cap: u64) -> Self {
         Self::Real(Scratch::new(cap + raw_write_bytes(scale) as u64).unwrap_or_else(|why| panic!("{why}")))
     }
@@ -34,10 +34,10 @@ impl WrittenDisk {
         Self::Null(PlainWriteBack::new((0..rows as usize).map(|rank| scattered_id(rank as u64))))
     }
 
-    /// An engine for it, and the folder for the tier, which is there.
+    /// Returns an engine, and the existing folder for the tier.
     ///
     /// # Panics
-    /// Panics where there is no engine.
+    /// Panics if there is no engine.
     pub fn open(&self) -> (Arc<dyn IoEngine>, PathBuf) {
         let (engine, folder): (Arc<dyn IoEngine>, &Path) = match self {
             Self::Real(scratch) => (default_engine().expect("an engine"), scratch.path()),

@@ -1,10 +1,10 @@
-//! A budget in host RAM that the tables of a module share.
+//! A host RAM budget shared by the tables of a module.
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// The bytes of a module's `host_bytes` that its tables share. Each table has a fixed part of `host_bytes` too. A table takes what it needs
-/// beyond that part, and gives it back once its rows are gone. Bytes are counted by one atomic, so that tables that grow at once never wait
-/// for each other.
+/// The part of a module's `host_bytes` that its tables share. Each table also has a fixed part of `host_bytes`. A table
+/// takes the bytes that it needs beyond that part, and returns them after its rows are gone. Bytes are counted by one
+/// atomic, so tables that grow at the same time never wait for each other.
 #[derive(Debug)]
 pub struct SharedBudget {
     /// Bytes that no table has taken.
@@ -16,24 +16,24 @@ pub struct SharedBudget {
 }
 
 impl SharedBudget {
-    /// A budget of `bytes`, out of the `host_bytes` of a module that `tables` tables divide. `gain`, above 0 and at most 1, is the least number
-    /// of bytes that a sharing table can have more for each byte by which `host_bytes` is raised.
+    /// Creates a budget of `bytes`, out of the `host_bytes` of a module with `tables` tables. `gain`, above 0 and at
+    /// most 1, is the minimum number of additional bytes that a sharing table can use per byte added to `host_bytes`.
     pub fn new(bytes: u64, host_bytes: u64, tables: u32, gain: f64) -> Self {
         Self { free: AtomicU64::new(bytes), bytes, host_bytes, tables: tables.max(1), gain }
     }
 
-    /// The same budget with no byte taken.
+    /// Returns the same budget with no byte taken.
     #[must_use]
     pub fn untaken(&self) -> Self {
         Self::new(self.bytes, self.host_bytes, self.tables, self.gain)
     }
 
-    /// All of its bytes, taken or not.
+    /// Total number of bytes, taken or not.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Bytes that no table has taken.
+    /// Number of bytes that no table has taken.
     pub fn free(&self) -> u64 {
         self.free.load(Ordering::Relaxed)
     }
@@ -43,25 +43,25 @@ impl SharedBudget {
         self.host_bytes
     }
 
-    /// The number of tables that divide the `host_bytes` of the module.
+    /// Number of tables that divide the `host_bytes` of the module.
     pub fn tables(&self) -> u32 {
         self.tables
     }
 
-    /// The `host_bytes` of the module with which a table would have `missing` bytes more.
+    /// Returns the `host_bytes` with which a table could use `missing` bytes more.
     pub fn host_bytes_with(&self, missing: u64) -> u64 {
-        // Where fixed parts grow too, each is rounded to a byte.
+        // If fixed parts grow too, each is rounded to a byte.
         let rounded = if self.gain < 1.0 { missing + u64::from(self.tables) } else { missing };
         self.host_bytes.saturating_add((rounded as f64 / self.gain).ceil() as u64)
     }
 
-    /// Take `bytes`, all or none. Returns whether they were taken.
+    /// Takes `bytes`, all or none. Returns true if they were taken.
     pub fn take(&self, bytes: u64) -> bool {
         let rest = |free: u64| free.checked_sub(bytes);
         self.free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, rest).is_ok()
     }
 
-    /// Give back bytes that were taken.
+    /// Returns bytes that were taken.
     pub fn give_back(&self, bytes: u64) {
         self.free.fetch_add(bytes, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! The configuration of a table. It is checked before anything is made.
+//! The configuration of a table, which is checked before anything is created.
 
 use std::num::NonZeroU64;
 use std::ops::Range;
@@ -23,8 +23,7 @@ pub enum OptimizerKind {
     RowWiseAdagrad,
     /// Two vector slots `exp_avg` and `exp_avg_sq`: `[D]` float32 each. Weight decay is added to the gradient (L2).
     Adam,
-    /// Two vector slots `exp_avg` and `exp_avg_sq`: `[D]` float32 each. Weight decay is applied apart from the gradient
-    /// (decoupled).
+    /// Two vector slots `exp_avg` and `exp_avg_sq`: `[D]` float32 each. Weight decay is decoupled from the gradient.
     AdamW,
     /// One vector slot `exp_avg`: `[D]` float32, and the scalar slot `exp_avg_sq`. Weight decay is decoupled.
     PartialRowWiseAdam,
@@ -35,7 +34,7 @@ pub enum OptimizerKind {
 }
 
 impl OptimizerKind {
-    /// Every optimizer. Tests try each of these.
+    /// Every optimizer, for tests.
     pub const ALL: [Self; 8] = [
         Self::Sgd,
         Self::Adagrad,
@@ -47,7 +46,7 @@ impl OptimizerKind {
         Self::Lamb,
     ];
 
-    /// The name that manifests and Python use.
+    /// The name in manifests and in Python.
     pub fn name(self) -> &'static str {
         match self {
             Self::Sgd => "sgd",
@@ -61,7 +60,7 @@ impl OptimizerKind {
         }
     }
 
-    /// The inverse of [`OptimizerKind::name`]. `Kind::Config` for another name.
+    /// The inverse of [`OptimizerKind::name`]. Returns `Kind::Config` for an unknown name.
     pub fn from_name(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
             let known: Vec<&str> = Self::ALL.iter().map(|kind| kind.name()).collect();
@@ -69,7 +68,7 @@ impl OptimizerKind {
         })
     }
 
-    /// The layout of a row of width `dim` under this optimizer.
+    /// Returns the layout of a row of width `dim` under this optimizer.
     pub fn layout(self, dim: usize) -> RowLayout {
         let (vector_slots, scalar_slot) = match self {
             Self::Sgd => (0, false),
@@ -81,7 +80,7 @@ impl OptimizerKind {
         RowLayout { dim, vector_slots, scalar_slot }
     }
 
-    /// The names of the slots as torch calls them, vector slots first.
+    /// The names of the slots in torch, vector slots first.
     pub fn slot_names(self) -> &'static [&'static str] {
         match self {
             Self::Sgd => &[],
@@ -91,7 +90,7 @@ impl OptimizerKind {
         }
     }
 
-    /// Whether the update corrects the moments by the table's step, because they start at zeros.
+    /// True if the update corrects the bias of its moments, which start at zero, by the table's step.
     pub fn corrects_bias(self) -> bool {
         matches!(self, Self::Adam | Self::AdamW | Self::PartialRowWiseAdam | Self::Lamb)
     }
@@ -102,17 +101,17 @@ impl OptimizerKind {
 pub enum PolicyKind {
     /// Least recently used.
     Lru,
-    /// Least frequently used, and among equals the one whose last use is longest ago.
+    /// Least frequently used; the least recently used among equals.
     Lfu,
     /// S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023).
     S3Fifo,
 }
 
 impl PolicyKind {
-    /// Every policy. Tests try each of these.
+    /// Every policy, for tests.
     pub const ALL: [Self; 3] = [Self::Lru, Self::Lfu, Self::S3Fifo];
 
-    /// The name that users give.
+    /// The name in the configuration.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lru => "lru",
@@ -121,9 +120,9 @@ impl PolicyKind {
         }
     }
 
-    /// The policy of a name.
+    /// Returns the policy with this name.
     ///
-    /// Errors: `Config` where there is none, with the names that there are.
+    /// Errors: `Config` for an unknown name; the message lists the known names.
     pub fn from_name(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
             let known: Vec<String> = Self::ALL.iter().map(|kind| format!("{:?}", kind.name())).collect();
@@ -132,51 +131,52 @@ impl PolicyKind {
     }
 }
 
-/// What happens when the last tier is full.
+/// Behaviour when the last tier is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OnFull {
     /// The call fails with `Kind::Capacity` before anything is lost.
     Error,
-    /// Rows leave the table in the policy's order. They are counted, and each leaves a tombstone.
+    /// Rows are evicted in the policy's order. They are counted, and each leaves a tombstone.
     Evict,
 }
 
-/// What to do with an SSD directory that is not empty.
+/// Treatment of an SSD directory that is not empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReopenMode {
-    /// Refuse it.
+    /// Returns an error.
     Never,
-    /// Continue from the last published state.
+    /// Continues from the last published state.
     Resume,
-    /// Remove what is there.
+    /// Removes the contents.
     Discard,
-    /// Continue from the state that [`SsdConfig::resume_token`] names. Where it names none, remove what is there, provided that no
-    /// state newer than `unfinished` was published meanwhile.
+    /// Continues from the state of [`SsdConfig::resume_commit_id`]. If that is `None`, removes the contents, unless a
+    /// state later than `unfinished` has been published concurrently.
     Auto {
-        /// The newest state that is there and cannot be resumed, because a flush of several tables did not finish.
+        /// The latest state in the directory that cannot be resumed, because a flush of several tables did not finish.
         unfinished: Option<u64>,
     },
 }
 
-/// Which ids get a row when a batch trains them.
+/// Admission rules: the ids that get a row when a batch trains them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum AdmissionRule {
     /// Every id.
     #[default]
     All,
-    /// An id that has occurred `threshold` times in training batches, the present one included.
+    /// An id that has occurred `threshold` times in training batches, including the present batch.
     Count {
         /// 1 to 2²⁴ − 1.
         threshold: u32,
-        /// An id is forgotten when it did not occur for one to two times so many steps. `None`: never for that.
+        /// An id without an occurrence for one to two times this number of steps is forgotten. `None`: the age of a
+        /// count does not matter.
         window_steps: Option<NonZeroU64>,
-        /// Bytes of RAM that the counts of the whole table take at most. When they are full, the ids that did not occur for longest are
-        /// forgotten.
+        /// Maximum bytes of RAM for the counts of the entire table. When they are full, the ids whose last occurrence
+        /// is oldest are forgotten.
         memory: u64,
     },
-    /// An id by a throw of a coin for each of its occurrences.
+    /// An id with a fixed probability per occurrence.
     Probability {
-        /// The probability that one occurrence admits the id: more than 0, at most 1.
+        /// The probability that one occurrence admits the id, in (0, 1].
         p: f64,
     },
     /// An id whose shows (occurrences) and clicks reach `alpha × shows + beta × clicks >= threshold`.
@@ -185,29 +185,29 @@ pub enum AdmissionRule {
         alpha: f64,
         /// The weight of a click.
         beta: f64,
-        /// What the weighted sum must reach.
+        /// The minimum of the weighted sum.
         threshold: f64,
-        /// As for `Count`.
+        /// See `Count`.
         window_steps: Option<NonZeroU64>,
-        /// As for `Count`.
+        /// See `Count`.
         memory: u64,
     },
-    /// No id: only rows that are there are trained.
+    /// No id: only existing rows are trained.
     ReadOnly,
 }
 
 impl AdmissionRule {
-    /// Whether some ids may get no row.
+    /// True if some ids may not be admitted.
     pub fn is_selective(&self) -> bool {
         *self != Self::All
     }
 
-    /// Whether clicks are counted.
+    /// True if clicks are counted.
     pub fn counts_clicks(&self) -> bool {
         matches!(self, Self::ShowClick { .. })
     }
 
-    /// Bytes of RAM that counts take at most, where ids are counted.
+    /// Maximum bytes of RAM for counts, if ids are counted.
     pub fn memory(&self) -> Option<u64> {
         match self {
             Self::Count { memory, .. } | Self::ShowClick { memory, .. } => Some(*memory),
@@ -216,7 +216,7 @@ impl AdmissionRule {
     }
 }
 
-/// What is read for an id that has no row.
+/// The value that is read for an id without a row.
 ///
 /// Its serde form is part of a checkpoint's manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -224,25 +224,25 @@ impl AdmissionRule {
 pub enum MissingRead {
     /// Zeros.
     Zeros,
-    /// This number in every column.
+    /// This value in every column.
     Value(f32),
-    /// The weights that a row of the id would be born with.
+    /// The weights with which a row of the id would be initialized.
     Initial,
-    /// The weights of the one row that such ids of the table share; see [`OovRow`](crate::lifecycle::SharedRow).
+    /// The weights of the table's OOV row; see [`OovRow`](crate::lifecycle::OovRow).
     #[serde(rename = "oov_row")]
     OovRow,
 }
 
-/// Which rows leave a table by a rule of their own columns, and when. A sweep takes those that the rule names.
+/// The rule by which rows expire from a table, evaluated on their own columns, and the interval of its sweeps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvictionConfig {
-    /// Which rows leave.
+    /// The rows that expire.
     pub rule: EvictionRule,
-    /// A sweep follows every step whose number is a multiple of this. `None`: sweeps are only made when they are asked for.
+    /// A sweep follows every step that is a multiple of this. `None`: sweeps only run on request.
     pub every_steps: Option<NonZeroU64>,
 }
 
-/// Which rows leave a table in a sweep after step `s`.
+/// The rows that expire in a sweep after step `s`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum EvictionRule {
     /// Rows whose last training step is at most `s - steps`.
@@ -250,46 +250,48 @@ pub enum EvictionRule {
         /// At least 1.
         steps: u64,
     },
-    /// Rows whose score, decayed to step `s`, is below this: more than 0.
+    /// Rows whose score, decayed to step `s`, is below this, which is more than 0.
     ScoreBelow(f32),
-    /// Rows whose weights have an L2 norm below this: more than 0. The squares are summed in float64, column after column.
+    /// Rows whose weights have an L2 norm below this, which is more than 0. The squares are summed in float64, in
+    /// column order.
     NormBelow(f64),
-    /// Rows whose last training step is at most this one, whatever `s` is.
+    /// Rows whose last training step is at most this one, for any `s`.
     TrainedUntil {
         /// A step.
         step: u64,
     },
     /// No rows.
     Nothing,
-    /// As the rule says that is given with each sweep, because ranks agree on it then. It stands alone.
+    /// A rule that is passed to each sweep, because ranks agree on it at that time. It cannot be part of another rule.
     PerSweep,
-    /// As [`EvictionRule::PerSweep`], of a table that also keeps the times of its steps, from which such rules are made.
+    /// Like [`EvictionRule::PerSweep`], for a table that also records the times of its steps, from which the rules are
+    /// derived.
     PerSweepTimed,
-    /// Rows that stand below a cut in the order of rows after step `s`: by their score, decayed to step `s`, then by their last step, then
-    /// by their id as a u64.
+    /// Rows below a threshold in eviction order after step `s`: by score decayed to step `s`, then by last step, then
+    /// by id as a u64.
     Below {
-        /// The score of the cut, as [`rising`](crate::lifecycle::rising) maps it.
+        /// The threshold's score, as mapped by [`sortable_score`](crate::lifecycle::sortable_score).
         score: u32,
-        /// Its last step.
+        /// The threshold's last step.
         last_step: u64,
-        /// Its id.
+        /// The threshold's id.
         id: u64,
     },
-    /// Rows that any of these rules takes. There is at least one.
+    /// Rows that match any of these rules. There is at least one.
     Any(Vec<EvictionRule>),
-    /// Rows that all of these rules take. There is at least one.
+    /// Rows that match all of these rules. There is at least one.
     All(Vec<EvictionRule>),
 }
 
 impl EvictionRule {
-    /// Whether a rule is given with each sweep.
+    /// True if a rule is passed to each sweep.
     pub fn is_per_sweep(&self) -> bool {
         matches!(self, Self::PerSweep | Self::PerSweepTimed)
     }
 
-    /// Check that the numbers are in range.
+    /// Checks that the parameters are in range.
     ///
-    /// Errors: `Config`, which names the number.
+    /// Errors: `Config`, which names the parameter.
     pub fn check(&self) -> Result<()> {
         let refuse = |message: String| Err(Error::new(Kind::Config, message));
         match self {
@@ -315,14 +317,15 @@ impl EvictionRule {
 /// The configuration of a table's SSD tier.
 #[derive(Clone, Debug)]
 pub struct SsdConfig {
-    /// The table's own directory: `<ssd_dir>/<module>/<table>/<rank>-of-<world>`, with encoded names. It is made if it is missing.
+    /// The table's own directory: `<ssd_dir>/<module>/<table>/<rank>-of-<world>`, with encoded names. It is created if
+    /// missing.
     pub dir: PathBuf,
-    /// The most bytes that all files of the table may take together.
+    /// Maximum total bytes of the table's files.
     pub bytes: u64,
-    /// What to do when the directory is not empty.
+    /// Treatment of a directory that is not empty.
     pub reopen: ReopenMode,
-    /// With `Reopen::Resume` the token of the state to resume, or `None` for the newest. With `Reopen::Auto` the token, or `None`
-    /// to start anew.
+    /// With `ReopenMode::Resume` the commit id of the state to resume, or `None` for the latest. With
+    /// `ReopenMode::Auto` the commit id, or `None` to start empty.
     pub resume_commit_id: Option<u64>,
 }
 
@@ -339,34 +342,37 @@ pub struct TableConfig {
     pub optimizer: OptimizerKind,
     /// The distribution of the initial weights.
     pub initializer: InitializerSpec,
-    /// The seed of births.
+    /// The seed of initial weights.
     pub seed: u64,
-    /// The number of buckets of the whole table, all shards together.
+    /// The number of buckets of the entire table, over all shards.
     pub total_num_buckets: u32,
-    /// The buckets that this shard owns.
+    /// The buckets of this shard.
     pub buckets: Range<u32>,
-    /// The most bytes of RAM for rows, metadata and indexes that the table has by itself.
+    /// Maximum bytes of RAM for rows, metadata and indexes that belong to this table only.
     pub host_bytes: u64,
-    /// The budget from which it takes the bytes that it needs beyond `host_bytes`. Only for a table without an SSD tier that drops no rows.
+    /// The budget for bytes beyond `host_bytes`. Only for a table without an SSD tier that drops no rows.
     pub shared_budget: Option<Arc<SharedBudget>>,
-    /// The number of cache slots of a device tier. `None` runs the kernels on the rows in the host tier.
+    /// The number of cache slots of a device tier. If `None`, the kernels run on the rows in the host tier.
     pub device_rows: Option<u32>,
-    /// The SSD tier. `None` makes the host tier the last one.
+    /// The SSD tier. If `None`, the host tier is the last one.
     pub ssd: Option<SsdConfig>,
     /// The replacement policy of the device tier and of the host tier.
     pub policy: PolicyKind,
-    /// What happens when the last tier is full.
+    /// Behaviour when the last tier is full.
     pub on_full: OnFull,
-    /// Which ids get a row.
+    /// The ids that get a row.
     pub admission: AdmissionRule,
-    /// What a training batch reads for an id that gets none. The gradient of such an id is dropped, but where it trains the shared row.
+    /// The value that a training batch reads for an id that is not admitted. The gradient of such an id is dropped,
+    /// unless it trains the OOV row.
     pub not_admitted: MissingRead,
-    /// What an evaluation reads for an id without a row. Each plan is told by its [`PlanMode`](crate::cache::PlanMode); this is for
-    /// checkpoints, which say it to those who read the rows without this configuration.
+    /// The value that an evaluation reads for an id without a row. Plans take it from their
+    /// [`PlanMode`](crate::cache::PlanMode); this field is for checkpoints, which store it for readers without this
+    /// configuration.
     pub missing_read: MissingRead,
-    /// The steps over which the score of a row halves: 1 to [`ScoreDecay::LONGEST`](crate::rows::Decay::LONGEST).
+    /// The number of steps over which the score of a row halves: 1 to
+    /// [`ScoreDecay::LONGEST`](crate::rows::ScoreDecay::LONGEST).
     pub score_half_life_steps: u64,
-    /// Which rows leave by a rule. `None`: none do.
+    /// The rule by which rows expire, if any.
     pub eviction: Option<EvictionConfig>,
 }
 
@@ -376,18 +382,18 @@ impl TableConfig {
         self.optimizer.layout(self.dim)
     }
 
-    /// The bytes of RAM that the table can count on: its own, and an equal share of those that tables share.
+    /// The bytes of RAM that the table can rely on: its own, and an equal portion of the shared budget.
     pub fn expected_host_bytes(&self) -> u64 {
         let share = |shared: &Arc<SharedBudget>| shared.bytes() / u64::from(shared.tables());
         self.host_bytes + self.shared_budget.as_ref().map_or(0, share)
     }
 
-    /// Whether the table keeps the times of its steps.
+    /// True if the table records the times of its steps.
     pub fn keeps_times(&self) -> bool {
         matches!(self.eviction, Some(EvictionConfig { rule: EvictionRule::PerSweepTimed, .. }))
     }
 
-    /// The rule by which ids fall into the table's buckets.
+    /// Returns the mapping of ids to the table's buckets.
     pub fn bucketing(&self) -> BucketMapper {
         BucketMapper::new(self.total_num_buckets)
     }

@@ -1,50 +1,50 @@
-//! The crate's error type. Its kind decides which Python exception is raised, and its message says what to do next.
+//! The crate's error type. Its kind selects the Python exception, and its message states the remedy.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, getrlimit};
 
-/// What went wrong, as far as a caller can act on it.
+/// The category of an error, as far as a caller can act on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
-    /// A configuration value is out of range, or contradicts another one.
+    /// A configuration value is out of range, or contradicts another value.
     Config,
     /// An argument of a call (ids, offsets, rows) is malformed.
     Input,
-    /// The last tier is full, and no budget has room for the row.
+    /// The last tier is full, and no budget has space for the row.
     Capacity,
-    /// The system refused memory. Nothing has changed.
+    /// A memory allocation failed. Nothing has changed.
     Memory,
-    /// The device of a table, which may be the CPU, had no memory for copies of rows. Nothing has changed.
+    /// An allocation on the device of a table, which may be the CPU, failed for copies of rows. Nothing has changed.
     DeviceMemory,
-    /// Bytes from disk are not those that were written.
+    /// Bytes from disk differ from the bytes that were written.
     Corruption,
-    /// An operation on a file failed. `errno` says how.
+    /// A file operation failed. `errno` is the reason.
     Storage,
-    /// A path is refused because of a symbolic link, a sensitive word, a system directory or its length.
+    /// A path is rejected because of a symbolic link, a sensitive word, a system directory or its length.
     Path,
     /// A file or directory has the wrong owner or mode, or cannot be accessed.
     Permission,
-    /// Another process or table holds the directory.
+    /// Another process or table has locked the directory.
     InUse,
-    /// The call does not fit the state of the object (it is closed, it was used already, its rows are in use).
+    /// The call does not fit the state of the object (it is closed, it was used already, or its rows are in use).
     State,
     /// A checkpoint or an SSD directory belongs to another table or configuration.
     Mismatch,
     /// An earlier write failed. The SSD tier can only be read until it is reopened.
     ReadOnly,
-    /// What was asked for is not supported.
+    /// The requested operation is not supported.
     Unsupported,
-    /// What is served was published too long ago.
+    /// The served checkpoint was published too long ago.
     Stale,
 }
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error: its kind, a message that says what to do, and the file and the `errno` where they are known.
+/// An error: its kind, a message that states the remedy, and the file and the `errno` if known.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
@@ -55,12 +55,12 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error of `kind`.
+    /// Creates an error of `kind`.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), path: None, errno: None }
     }
 
-    /// A failed file operation. `operation` is the operation in the infinitive ("write the segment").
+    /// Creates the error of a failed file operation. `operation` is in the infinitive ("write the segment").
     pub fn io(operation: &str, path: &Path, source: &std::io::Error) -> Self {
         let kind = match source.kind() {
             std::io::ErrorKind::PermissionDenied => Kind::Permission,
@@ -78,7 +78,7 @@ impl Error {
         Self { kind, message, path: Some(path.to_owned()), errno: source.raw_os_error() }
     }
 
-    /// Memory that the system refused. `operation` is the operation in the infinitive ("map rows").
+    /// Creates the error of a failed memory allocation. `operation` is in the infinitive ("map rows").
     pub fn memory(operation: &str, bytes: usize, source: &std::io::Error) -> Self {
         Self {
             kind: Kind::Memory,
@@ -90,7 +90,7 @@ impl Error {
         }
     }
 
-    /// Bytes at byte `offset` of `path` that failed a check.
+    /// Creates the error of bytes at `offset` of `path` that failed a check.
     pub fn corruption(
         path: &Path,
         offset: u64,
@@ -109,7 +109,7 @@ impl Error {
         }
     }
 
-    /// The error of `operation` when it ended in a panic. `panic` is the panic's payload.
+    /// Creates the error of an `operation` that panicked. `panic` is the panic's payload.
     pub fn panicked(operation: &str, panic: &(dyn Any + Send)) -> Self {
         let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         let said = said.unwrap_or("no message");
@@ -119,21 +119,21 @@ impl Error {
         )
     }
 
-    /// The same error with `path` as the file or directory that it concerns.
+    /// Sets `path` as the file or directory of the error.
     #[must_use]
     pub fn at(mut self, path: &Path) -> Self {
         self.path = Some(path.to_owned());
         self
     }
 
-    /// The same error with `to` in place of `from`, in the message and in the path, also where it names something below `from`.
+    /// Replaces `from` by `to` in the message and in the path, including paths below `from`.
     #[must_use]
     pub fn renamed(mut self, from: &Path, to: &Path) -> Self {
         let (from_name, to_name) = (from.to_string_lossy(), to.to_string_lossy());
         let mut parts = self.message.split(&*from_name);
         let mut message = parts.next().unwrap_or_default().to_owned();
         for part in parts {
-            // A path that only begins with the same characters stays, as "/proc/self/fd/57" does for "/proc/self/fd/5".
+            // A path that only shares a prefix with `from` is kept: "/proc/self/fd/57" for "/proc/self/fd/5".
             message.push_str(if part.starts_with(char::is_alphanumeric) { &from_name } else { &to_name });
             message.push_str(part);
         }
@@ -142,37 +142,37 @@ impl Error {
         self
     }
 
-    /// The same error with `context` in front of its message.
+    /// Puts `context` in front of the message.
     #[must_use]
     pub fn context(mut self, context: impl std::fmt::Display) -> Self {
         self.message = format!("{context}: {}", self.message);
         self
     }
 
-    /// The same error with another kind.
+    /// Replaces the kind.
     #[must_use]
     pub fn with_kind(mut self, kind: Kind) -> Self {
         self.kind = kind;
         self
     }
 
-    /// The kind: what a caller can act on.
+    /// The kind, which decides how a caller can react.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Whether the error says that bytes are damaged or missing. Any other error of a file says only that its bytes could not be
-    /// read this time, so the file must be neither passed over nor removed.
+    /// True if the bytes are corrupted or missing. Any other file error means that the bytes could not be read this
+    /// time, so the file must not be skipped or removed.
     pub(crate) fn is_damage_or_absence(&self) -> bool {
         self.kind == Kind::Corruption || self.errno == Some(libc::ENOENT)
     }
 
-    /// The file or directory concerned, where it is known.
+    /// The file or directory concerned, if known.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// The operating system's error number, where there is one.
+    /// The operating system's error number, if any.
     pub fn errno(&self) -> Option<i32> {
         self.errno
     }

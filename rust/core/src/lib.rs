@@ -1,7 +1,9 @@
-//! Embedding tables that are larger than memory. Rows lie on SSD and in RAM, and are planned for tensors on any device.
+//! Embedding tables that are larger than memory. Rows are stored on SSD and in RAM, and are planned for tensors on any
+//! device.
 //!
-//! The crate knows no Python, no torch and no device memory. A [`cache::Table`] owns the rows of one table shard in its host and
-//! SSD tiers, and decides where each row goes. A [`cache::Lookup`] plans a batch over several tables at once.
+//! The crate depends on neither Python nor torch nor device memory. A [`cache::Table`] owns the rows of one table shard
+//! in its host and SSD tiers, and decides where each row is placed. A [`cache::Lookup`] plans a batch over several
+//! tables.
 
 pub mod budget;
 pub mod cache;

@@ -1,7 +1,8 @@
 //! Threads that work on behalf of other threads.
 //!
-//! The holder of a lock may have foreign code (code that is not this crate's) run on another thread and wait for it. That code
-//! works on behalf of the holder. If it asked for the same lock it would wait for ever, as it would on the holder's own thread.
+//! The holder of a lock may run foreign code (code outside this crate) on another thread and wait for it. That code
+//! works on behalf of the holder. If it acquired the same lock, it would deadlock, as it would on the holder's own
+//! thread.
 
 use std::cell::Cell;
 use std::num::NonZeroU64;
@@ -22,7 +23,7 @@ pub struct CallContext(NonZeroU64);
 thread_local! {
     static CURRENT: Cell<Option<CallContext>> = const { Cell::new(None) };
 }
-// The threads of a loom model share one of the system's.
+// The threads of a loom model share one OS thread.
 #[cfg(loom)]
 loom::thread_local! {
     static CURRENT: Cell<Option<CallContext>> = Cell::new(None);
@@ -40,7 +41,7 @@ impl CallContext {
         })
     }
 
-    /// Do `work` on the calling thread, on behalf of this logical thread.
+    /// Runs `work` on the calling thread, on behalf of this logical thread.
     pub fn run<T>(self, work: impl FnOnce() -> T) -> T {
         struct ContextGuard(Option<CallContext>);
         impl Drop for ContextGuard {
@@ -53,11 +54,11 @@ impl CallContext {
     }
 }
 
-/// Do `work` and wait for its result. If the caller is the process's main thread, the work is done on another thread.
+/// Runs `work` and waits for its result. If the caller is the process's main thread, the work runs on another thread.
 ///
-/// An interpreter may run its user's code, such as a signal handler, on the main thread whenever it runs anything there. Work under
-/// a lock is kept away from that thread, so that such code runs before it or after it and can use the lock. Where the system gives
-/// no thread, the caller does the work.
+/// An interpreter may run user code, such as a signal handler, on the main thread whenever it runs anything there. Work
+/// under a lock is kept off that thread, so that such code runs before or after it and can use the lock. If the OS
+/// cannot start a thread, the caller runs the work.
 pub fn off_main_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     static ASIDE: PerProcess<ThreadPool> = PerProcess::new();
     if !is_main_thread() {
@@ -75,27 +76,27 @@ pub fn off_main_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     }
 }
 
-/// Stands beside a lock, and knows whether the lock's holder is running foreign code.
+/// Accompanies a lock, and records if the lock's holder is running foreign code.
 #[derive(Debug, Default)]
 pub(crate) struct ForeignCode(AtomicU64);
 
-/// Lives as long as the foreign code runs.
+/// Exists while the foreign code runs.
 pub(crate) struct ForeignCall<'a>(&'a ForeignCode);
 
-/// As [`ForeignCode`], beside a lock that several threads may hold to read.
+/// Like [`ForeignCode`], for a lock that several threads may hold to read.
 #[derive(Debug, Default)]
 pub(crate) struct ForeignReaders {
-    /// The threads that run foreign code, one as often as it does. The lock is held for no longer than it takes to change the list.
+    /// The threads that run foreign code, one entry per call. The lock is held only while the list changes.
     threads: Mutex<Vec<CallContext>>,
-    /// How many there are.
+    /// Length of `threads`.
     count: AtomicU64,
 }
 
-/// Lives as long as the foreign code of one thread runs.
+/// Exists while the foreign code of one thread runs.
 pub(crate) struct ForeignRead<'a>(&'a ForeignReaders, CallContext);
 
 impl ForeignReaders {
-    /// The calling thread, which holds the lock, begins to run foreign code.
+    /// Marks that the calling thread, which holds the lock, starts to run foreign code.
     pub(crate) fn begin(&self) -> ForeignRead<'_> {
         let thread = CallContext::current();
         let mut threads = lock(&self.threads);
@@ -104,7 +105,7 @@ impl ForeignReaders {
         ForeignRead(self, thread)
     }
 
-    /// Whether the calling thread is within such code. If so, asking for the lock would mean to wait for itself.
+    /// True if the calling thread is running such code. Acquiring the lock would then deadlock.
     pub(crate) fn is_calling(&self) -> bool {
         // A thread that runs such code has changed the count itself.
         self.count.load(Ordering::Relaxed) > 0 && lock(&self.threads).contains(&CallContext::current())
@@ -122,15 +123,15 @@ impl Drop for ForeignRead<'_> {
 }
 
 impl ForeignCode {
-    /// The calling thread, which holds the lock, begins to run foreign code.
+    /// Marks that the calling thread, which holds the lock, starts to run foreign code.
     pub(crate) fn begin(&self) -> ForeignCall<'_> {
         self.0.store(CallContext::current().0.get(), Ordering::Relaxed);
         ForeignCall(self)
     }
 
-    /// Whether the calling thread is within that foreign code. If so, asking for the lock would mean to wait for itself.
+    /// True if the calling thread is running that foreign code. Acquiring the lock would then deadlock.
     pub(crate) fn is_calling(&self) -> bool {
-        // Only the holder writes the number. So a thread finds its own number here exactly when it is the holder.
+        // Only the holder writes the number, so a thread finds its own number here exactly if it is the holder.
         let holder = self.0.load(Ordering::Relaxed);
         holder != 0 && holder == CallContext::current().0.get()
     }

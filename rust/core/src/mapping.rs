@@ -1,4 +1,4 @@
-//! Memory that is mapped directly from the system.
+//! Memory that is mapped directly from the OS.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -9,31 +9,32 @@ use std::ptr;
 
 use crate::error::{Error, Result};
 
-/// Mappings of this many bytes or more ask for huge pages. A smaller one would mostly waste the end of its last page, unless it ends with one.
+/// Mappings of at least this size use huge pages. A smaller one would mostly waste the end of its last page, unless it
+/// ends at a huge page boundary.
 const HUGE_PAGES_FROM_BYTES: usize = 8 << 20;
 /// The size of a huge page in bytes, and its alignment.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Bytes of a page of the system.
+/// The page size of the OS in bytes.
 pub(crate) fn page_bytes() -> usize {
-    // SAFETY: sysconf reads a constant of the system and touches no memory of this process.
+    // SAFETY: sysconf reads a constant and touches no memory of this process.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// Ask the system for huge pages for memory that was not used yet, if it is large. What does not fill a huge page stays in small ones.
+/// Requests huge pages for unused memory, if it is large. The parts that do not fill a huge page stay in small pages.
 pub(crate) fn ask_for_huge_pages<T>(unused: &mut [MaybeUninit<T>]) {
     let start = unused.as_mut_ptr();
     let before = start.addr().next_multiple_of(HUGE_PAGE_BYTES) - start.addr();
     let bytes = size_of_val(unused).saturating_sub(before) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if bytes >= HUGE_PAGES_FROM_BYTES {
-        // SAFETY: the range lies within the memory that is borrowed, and the advice changes nothing of what it holds. Where there are no huge
+        // SAFETY: the range is within the borrowed memory, and the advice does not change its contents. Without huge
         // pages it fails, which costs only speed.
         unsafe { libc::madvise(start.cast::<u8>().wrapping_add(before).cast(), bytes, libc::MADV_HUGEPAGE) };
     }
 }
 
-/// An anonymous private mapping, which is unmapped when it is dropped. Its pages cost memory only once they are written, read as
-/// zeros before, and do not count against the commit limit where the system permits that. A large mapping is in huge pages.
+/// An anonymous private mapping, which is unmapped when it is dropped. Its pages read as zeros, use memory only after
+/// they are written, and do not count against the commit limit if the OS permits that. A large mapping uses huge pages.
 #[derive(Debug)]
 pub(crate) struct AnonymousMapping {
     start: *mut u8,
@@ -41,22 +42,22 @@ pub(crate) struct AnonymousMapping {
 }
 
 impl AnonymousMapping {
-    /// A mapping of at least `bytes` zero bytes. `Kind::Memory` where the system refuses.
+    /// Maps at least `bytes` zero bytes. Returns `Kind::Memory` if the allocation fails.
     pub(crate) fn new(bytes: usize) -> Result<Self> {
         Self::map(bytes, bytes >= HUGE_PAGES_FROM_BYTES || bytes > 0 && bytes.is_multiple_of(HUGE_PAGE_BYTES))
     }
 
-    /// Like [`Mapping::new`], but in huge pages whatever the size.
+    /// Like [`AnonymousMapping::new`], but uses huge pages for any size.
     pub(crate) fn huge(bytes: usize) -> Result<Self> {
         Self::map(bytes, true)
     }
 
     fn map(bytes: usize, huge: bool) -> Result<Self> {
         let bytes = Self::rounded(bytes);
-        // The system chooses the address. One huge page more leaves room to move the start to a multiple of a huge page. What is
-        // before and after is unmapped again.
+        // The OS chooses the address. One additional huge page allows the start to move to a multiple of a huge page.
+        // The memory before and after is unmapped again.
         let asked = if huge { bytes + HUGE_PAGE_BYTES } else { bytes };
-        // SAFETY: this makes a new anonymous mapping at an address of the system's choice, so it replaces no other.
+        // SAFETY: this creates an anonymous mapping at an address that the OS chooses, so it replaces no other mapping.
         let at = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -76,8 +77,8 @@ impl AnonymousMapping {
         }
         let before = at.addr().next_multiple_of(HUGE_PAGE_BYTES) - at.addr();
         let start = at.wrapping_add(before);
-        // SAFETY: both ranges are whole pages of the mapping that was made above, and nobody else has their address. Where there
-        // are no huge pages the advice fails, which costs only speed.
+        // SAFETY: both ranges are whole pages of the mapping created above, and no other code has their address.
+        // Without huge pages the advice fails, which costs only speed.
         unsafe {
             if before > 0 {
                 libc::munmap(at.cast(), before);
@@ -90,16 +91,16 @@ impl AnonymousMapping {
         Ok(Self { start, bytes })
     }
 
-    /// Keep [`HUGE_PAGES_FROM_BYTES`] from the address `from` on in small pages.
+    /// Keeps [`HUGE_PAGES_FROM_BYTES`] in small pages, starting at the address `from`.
     pub(crate) fn keep_small(&self, from: usize) {
         let from = from / page_bytes() * page_bytes();
         let bytes = HUGE_PAGES_FROM_BYTES.min(self.start.addr() + self.bytes - from);
-        // SAFETY: the range is whole pages of this mapping, and the advice changes nothing of what it holds. Where it fails, the pages merely may
-        // be huge.
+        // SAFETY: the range is whole pages of this mapping, and the advice does not change its contents. If it fails,
+        // the pages may be huge.
         unsafe { libc::madvise(self.start.with_addr(from).cast(), bytes, libc::MADV_NOHUGEPAGE) };
     }
 
-    /// Bytes of the mapping that are in memory now.
+    /// Number of resident bytes of the mapping.
     #[cfg(test)]
     pub(crate) fn resident_bytes(&self) -> usize {
         let mut pages = vec![0_u8; self.bytes / page_bytes()];
@@ -109,15 +110,16 @@ impl AnonymousMapping {
         pages.iter().filter(|page| **page & 1 == 1).count() * page_bytes()
     }
 
-    /// The first byte of the mapping, at the start of a page.
+    /// Address of the first byte, which is at the start of a page.
     pub(crate) fn start(&self) -> *mut u8 {
         self.start
     }
 
-    /// The mapping of `bytes` at `start`, which unmaps it when it is dropped.
+    /// Takes ownership of the mapping of `bytes` at `start`, and unmaps it when it is dropped.
     ///
     /// # Safety
-    /// [`Mapping::new`] made a mapping of `bytes` at `start`, it was forgotten and not dropped, and nobody else takes it back.
+    /// [`AnonymousMapping::new`] created a mapping of `bytes` at `start`, it was forgotten and not dropped, and no
+    /// other code takes it back.
     pub(crate) unsafe fn from_start(start: *mut u8, bytes: usize) -> Self {
         Self { start, bytes: Self::rounded(bytes) }
     }
@@ -129,17 +131,18 @@ impl AnonymousMapping {
 
 // SAFETY: the mapping belongs to no thread, and this type never reads or writes it.
 unsafe impl Send for AnonymousMapping {}
-// SAFETY: a shared mapping only gives its address.
+// SAFETY: a shared mapping only returns its address.
 unsafe impl Sync for AnonymousMapping {}
 
 impl Drop for AnonymousMapping {
     fn drop(&mut self) {
-        // SAFETY: the range is this mapping's own, and who dropped it gave up every address in it.
+        // SAFETY: this value owns the range, and the code that dropped it has discarded every address in it.
         unsafe { libc::munmap(self.start.cast(), self.bytes) };
     }
 }
 
-/// A slice that begins as zeros, in a mapping of its own. What was never written costs no memory, and a large one is in huge pages.
+/// A zero-initialized slice in its own mapping. Parts that were never written use no memory, and a large slice uses
+/// huge pages.
 #[derive(Debug)]
 pub(crate) struct ZeroedSlice<T> {
     mapping: Option<AnonymousMapping>,
@@ -148,7 +151,7 @@ pub(crate) struct ZeroedSlice<T> {
 }
 
 impl<T: bytemuck::Zeroable + Copy> ZeroedSlice<T> {
-    /// `len` zeros for `purpose` (in the infinitive). `Kind::Memory` where the system refuses.
+    /// Allocates `len` zeros for `purpose` (in the infinitive). Returns `Kind::Memory` if the allocation fails.
     pub(crate) fn new(purpose: &str, len: usize) -> Result<Self> {
         const { assert!(align_of::<T>() <= 4096, "a mapping starts at a page") };
         let bytes = len.saturating_mul(size_of::<T>());
@@ -161,7 +164,7 @@ impl<T: bytemuck::Zeroable + Copy> ZeroedSlice<T> {
 }
 
 impl<T> Default for ZeroedSlice<T> {
-    /// No elements, without a mapping.
+    /// An empty slice without a mapping.
     fn default() -> Self {
         Self { mapping: None, len: 0, elements: PhantomData }
     }
@@ -173,8 +176,9 @@ impl<T> Deref for ZeroedSlice<T> {
     #[inline]
     fn deref(&self) -> &[T] {
         let Some(mapping) = &self.mapping else { return &[] };
-        // SAFETY: the mapping starts at a page, which aligns every `T`, and has room for `len` of them. `new` is the only way to make one with a mapping:
-        // it permits only types that may be zeros, which the mapping held at first, and nobody but `deref_mut` writes to it.
+        // SAFETY: the mapping starts at a page, which aligns every `T`, and fits `len` of them. Only `new` creates a
+        // slice with a mapping: it permits only types for which zeros are valid, which is the initial state of the
+        // mapping, and only `deref_mut` writes to it.
         unsafe { std::slice::from_raw_parts(mapping.start().cast(), self.len) }
     }
 }
@@ -183,8 +187,8 @@ impl<T> DerefMut for ZeroedSlice<T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [T] {
         let Some(mapping) = &self.mapping else { return &mut [] };
-        // SAFETY: as for `deref`, the mapping holds `len` aligned and valid `T`. It belongs to this slice alone, which is borrowed
-        // exclusively.
+        // SAFETY: as for `deref`, the mapping contains `len` aligned and valid `T`. Only this slice owns it, which is
+        // borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(mapping.start().cast(), self.len) }
     }
 }

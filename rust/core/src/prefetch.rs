@@ -1,25 +1,25 @@
-//! Requests to the processor to load memory before it is used.
+//! CPU prefetches of memory before it is used.
 #![allow(unsafe_code)]
 
-/// Start to load the cache line of `slice[index]`. An index past the end does no harm. On processors other than x86-64 and aarch64
+/// Prefetches the cache line of `slice[index]`. The index may be out of range. On CPUs other than x86-64 and aarch64
 /// this does nothing.
 #[inline]
 pub(crate) fn prefetch<T>(slice: &[T], index: usize) {
     prefetch_address(slice.as_ptr().wrapping_add(index));
 }
 
-/// Start to load the cache line at `address`, which need not be valid.
+/// Prefetches the cache line at `address`, which need not be valid.
 #[inline]
 pub(crate) fn prefetch_address<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch never faults and changes no memory, whatever the address.
+        // SAFETY: a prefetch never faults and changes no memory, for any address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
     }
     #[cfg(target_arch = "aarch64")]
     {
-        // SAFETY: the instruction is a prefetch, which never faults and changes no memory, whatever the address.
+        // SAFETY: the instruction is a prefetch, which never faults and changes no memory, for any address.
         unsafe {
             std::arch::asm!("prfm pldl1keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly))
         }
@@ -28,7 +28,7 @@ pub(crate) fn prefetch_address<T>(address: *const T) {
     let _ = address;
 }
 
-/// Start to load the cache lines of `bytes` bytes from `address` on. They need not be valid.
+/// Prefetches the cache lines of the `bytes` bytes at `address`. They need not be valid.
 #[inline]
 pub(crate) fn prefetch_range(address: *const u8, bytes: usize) {
     const LINE: usize = 64;

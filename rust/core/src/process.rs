@@ -1,7 +1,7 @@
-//! Values of which each process has one. They are made when they are first needed and never freed.
+//! Values of which each process has one. They are created on first use and never freed.
 //!
-//! A forked child has its parent's memory but none of its threads, and a lock that another thread held at the fork stays locked in
-//! the child. So a child makes its own values, under a lock of its own.
+//! A forked child has its parent's memory but none of its threads, and a lock that another thread held at the fork
+//! stays locked in the child. So a child creates its own values, under its own lock.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -16,19 +16,20 @@ thread_local! {
     static BACKGROUND: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Make this thread work in the background from now on. It gets the lowest priority, as do threads that it starts, and it asks no
-/// other threads for help.
+/// Moves this thread to the background. It gets the lowest priority, as do threads that it starts, and it uses no
+/// helper threads.
 pub fn work_in_background() {
     set_priority(LOWEST_PRIORITY);
 }
 
-/// Make this thread give way to threads of usual priority from now on, without waiting for them to be idle: beside one that is always
-/// busy on the same core it gets a tenth of the time. Threads that it starts have its priority, and it asks no other threads for help.
+/// Lowers the priority of this thread below the usual priority, without waiting for idle time: on a core with a busy
+/// thread of usual priority it gets a tenth of the time. Threads that it starts inherit the priority, and it uses no
+/// helper threads.
 pub(crate) fn lower_priority() {
     set_priority(LOW_PRIORITY);
 }
 
-/// The nice values of [`work_in_background`] and [`give_way`].
+/// The nice values of [`work_in_background`] and [`lower_priority`].
 const LOWEST_PRIORITY: i32 = 19;
 const LOW_PRIORITY: i32 = 10;
 
@@ -36,60 +37,60 @@ fn set_priority(nice: i32) {
     BACKGROUND.set(true);
     #[cfg(target_os = "linux")]
     {
-        // On Linux "no process" is the calling thread. Where this is refused the priority stays as it was.
+        // On Linux "no process" is the calling thread. If this fails, the priority is unchanged.
         let _ = rustix::process::setpriority_process(None, nice);
     }
     #[cfg(not(target_os = "linux"))]
     let _ = nice;
 }
 
-/// Whether the thread that made it works in the background, for a thread that works for it. The system hands the priority on by itself.
+/// The background flag of a thread, passed to the threads that it starts. The OS passes on the priority itself.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BackgroundFlag(bool);
 
 impl BackgroundFlag {
-    /// Of this thread.
+    /// Returns the flag of this thread.
     pub(crate) fn of_this_thread() -> Self {
         Self(BACKGROUND.get())
     }
 
-    /// Make it so on this thread, which was started for the other one.
+    /// Sets the flag on this thread, which was started by the other thread.
     pub(crate) fn apply(self) {
         BACKGROUND.set(self.0);
     }
 }
 
-/// Whether [`work_alone`] was called.
+/// True after [`work_alone`] was called.
 static ALONE: AtomicBool = AtomicBool::new(false);
 
-/// From now on no other thread does work that may run code which is not the core's. An interpreter that ends gives its lock to the main thread
-/// alone.
+/// Keeps foreign code (code outside this crate) off helper threads from this call on. An interpreter that is shutting
+/// down passes its lock only to the main thread.
 pub fn work_alone() {
     ALONE.store(true, Ordering::Release);
 }
 
-/// Whether each thread does itself what may run code that is not the core's; see [`work_alone`].
+/// True if each thread must run foreign code itself; see [`work_alone`].
 pub(crate) fn works_alone() -> bool {
     ALONE.load(Ordering::Acquire)
 }
 
-/// Whether this thread works in the background, without help; see [`work_in_background`].
+/// True if this thread works in the background, without helper threads; see [`work_in_background`].
 pub(crate) fn works_in_background() -> bool {
     BACKGROUND.get()
 }
 
-/// Whether the caller is the thread with which the process began. In a forked child that is the thread that forked.
+/// True if the caller is the initial thread of the process. In a forked child that is the thread that forked.
 pub fn is_main_thread() -> bool {
     #[cfg(target_os = "linux")]
     return rustix::thread::gettid() == rustix::process::getpid();
     #[cfg(target_os = "macos")]
-    // SAFETY: this asks about the calling thread and touches no memory.
+    // SAFETY: this queries the calling thread and touches no memory.
     return unsafe { libc::pthread_main_np() } != 0;
     #[cfg(not(any(target_os = "linux", target_os = "macos")))]
     return true;
 }
 
-/// Holds one value for each process. It is meant for statics: the value is never freed.
+/// Contains one value per process. It is meant for statics: the value is never freed.
 ///
 /// ```
 /// static STARTED: embcache::PerProcess<std::time::Instant> = embcache::PerProcess::new();
@@ -108,13 +109,14 @@ struct ProcessValue<T> {
 }
 
 impl<T: Send + Sync + 'static> PerProcess<T> {
-    /// A holder whose value is not made yet.
+    /// Creates a holder without a value.
     pub const fn new() -> Self {
         Self(AtomicPtr::new(null_mut()))
     }
 
-    /// The value of this process, which `make` makes at the first call. Where several threads make the first call at the same time,
-    /// one of them makes the value and the others wait for it. After an error of `make` the next call tries again.
+    /// Returns the value of this process, which `make` creates at the first call. If several threads make the first
+    /// call at the same time, one of them creates the value and the others wait for it. After an error of `make` the
+    /// next call tries again.
     pub fn get(&'static self, make: impl FnOnce() -> Result<T>) -> Result<&'static T> {
         let made = self.process_value();
         if let Some(value) = made.value.get() {
@@ -140,10 +142,10 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
         let fresh =
             Box::into_raw(Box::new(ProcessValue { process, init_lock: Mutex::new(()), value: OnceLock::new() }));
         match self.0.compare_exchange(seen, fresh, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: `fresh` comes from the box above, was published by this exchange, and is never freed from now on.
+            // SAFETY: `fresh` comes from the box above, was published by this exchange, and is never freed afterwards.
             Ok(_) => unsafe { &*fresh },
             Err(other) => {
-                // SAFETY: `fresh` comes from the box above and nobody else has seen it.
+                // SAFETY: `fresh` comes from the box above and no other thread has seen it.
                 drop(unsafe { Box::from_raw(fresh) });
                 // SAFETY: another thread of this process published `other`, and it is never freed.
                 unsafe { &*other }

@@ -1,10 +1,10 @@
-//! Signals that are kept back while a lock is held.
+//! Signals that are deferred while a lock is held.
 //!
-//! A program's signal handler may ask for a lock that the thread on which it runs holds, and would then wait for itself. While a
-//! [`SignalDeferral`] lives, signals are only noted. When it is dropped, each noted signal is sent again, and finds the handler that was
-//! there before.
+//! A program's signal handler may acquire a lock that its thread already holds, and would then deadlock. While a
+//! [`SignalDeferral`] exists, signals are only recorded. When it is dropped, each recorded signal is raised again with
+//! the previous handler in place.
 //!
-//! Handlers belong to the whole process. While one thread keeps signals back, the other threads do not see them either.
+//! Handlers belong to the process. While one thread defers signals, the other threads do not receive them either.
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
@@ -18,35 +18,35 @@ pub use crate::process::is_main_thread;
 /// The highest signal number. The lowest is 1.
 pub const LAST: c_int = if cfg!(target_os = "linux") { 64 } else { 31 };
 
-/// Bit `n - 1` is set when signal `n` came while it was kept back.
+/// Bit `n - 1` is set if signal `n` arrived while it was deferred.
 static PENDING_SIGNALS: AtomicU64 = AtomicU64::new(0);
-/// The process that keeps signals back, or 0. A forked child inherits the handlers, but has nobody who would send the noted signals
-/// again.
+/// The process that defers signals, or 0. A forked child inherits the handlers, but has no thread that would raise the
+/// recorded signals again.
 static OWNER_PID: AtomicU32 = AtomicU32::new(0);
 static SAVED_ACTIONS: SavedActions = SavedActions([const { UnsafeCell::new(MaybeUninit::uninit()) }; LAST as usize]);
 
-/// For each signal, its action from before. An entry is written before the handler that reads it is set.
+/// The previous action of each signal. An entry is written before the handler that reads it is set.
 struct SavedActions([UnsafeCell<MaybeUninit<libc::sigaction>>; LAST as usize]);
 
-// SAFETY: only the thread that made its process the KEEPER writes an entry, while this module's handler is not set for the signal.
-// Only that handler and the same keeper read it.
+// SAFETY: only the thread that set OWNER_PID to its process writes an entry, while this module's handler is not set for
+// the signal. Only that handler and the same thread read it.
 unsafe impl Sync for SavedActions {}
 
-/// Keeps signals back until it is dropped.
+/// Defers signals until it is dropped.
 #[must_use = "signals are kept back until it is dropped"]
 pub struct SignalDeferral {
     signals: u64,
 }
 
-/// Keep the given signals back. `None` where somebody does so already. Signals after which a program cannot go on, such as
-/// `SIGSEGV`, and numbers that are no signals are left as they are.
+/// Defers the given signals. Returns `None` if signals are already deferred. Signals after which a program cannot
+/// continue, such as `SIGSEGV`, and invalid signal numbers are ignored.
 pub fn defer_signals(signals: impl IntoIterator<Item = c_int>) -> Option<SignalDeferral> {
     let (keeper, me) = (OWNER_PID.load(Ordering::Acquire), std::process::id());
     if keeper == me || OWNER_PID.compare_exchange(keeper, me, Ordering::AcqRel, Ordering::Relaxed).is_err() {
         return None;
     }
     if keeper != 0 {
-        // Signals that came to the parent of this process are not for this process.
+        // Signals that arrived in the parent of this process are not for this process.
         PENDING_SIGNALS.store(0, Ordering::Relaxed);
     }
     let mut kept = SignalDeferral { signals: 0 };
@@ -56,7 +56,7 @@ pub fn defer_signals(signals: impl IntoIterator<Item = c_int>) -> Option<SignalD
     Some(kept)
 }
 
-/// Whether signals are kept back now.
+/// True while signals are deferred.
 pub fn are_deferred() -> bool {
     OWNER_PID.load(Ordering::Acquire) == std::process::id()
 }
@@ -67,15 +67,15 @@ impl SignalDeferral {
         if !(1..=LAST).contains(&signal) || never.contains(&signal) || self.signals & bit(signal) != 0 {
             return;
         }
-        // A child that was forked while its parent kept signals back has inherited the handler and the entry.
+        // A child that was forked while its parent deferred signals has inherited the handler and the entry.
         if is_recorded(signal) {
-            // SAFETY: the entry was filled before the handler was set, and only this thread, the keeper, may write it.
+            // SAFETY: the entry was filled before the handler was set, and only this thread, the owner, may write it.
             unsafe { restore_action(signal) };
         }
         let before = SAVED_ACTIONS.0[signal as usize - 1].get();
         let mut noting = MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: zeros are a valid sigaction with an empty mask, whose other fields are set here. Until the handler is set
-        // `before` is this keeper's alone, and it is filled first.
+        // SAFETY: zeros are a valid sigaction with an empty mask, whose other fields are set here. Until the handler is
+        // set, only this owner uses `before`, and it is filled first.
         let set = unsafe {
             (*noting.as_mut_ptr()).sa_sigaction = recording_handler();
             (*noting.as_mut_ptr()).sa_flags = libc::SA_RESTART | libc::SA_ONSTACK;
@@ -91,7 +91,7 @@ impl SignalDeferral {
 impl Drop for SignalDeferral {
     fn drop(&mut self) {
         for signal in (1..=LAST).filter(|signal| self.signals & bit(*signal) != 0) {
-            // SAFETY: the entry was filled before the signal's handler was set, and nobody has written it since.
+            // SAFETY: the entry was filled before the signal's handler was set, and has not been written since.
             unsafe { restore_action(signal) };
         }
         OWNER_PID.store(0, Ordering::Release);
@@ -111,32 +111,32 @@ fn recording_handler() -> libc::sighandler_t {
     record_signal as extern "C" fn(c_int) as libc::sighandler_t
 }
 
-/// Whether this module's handler is set for the signal.
+/// True if this module's handler is set for the signal.
 fn is_recorded(signal: c_int) -> bool {
     let mut now = MaybeUninit::<libc::sigaction>::uninit();
-    // SAFETY: `now` is read only where the call succeeded, and has filled it.
+    // SAFETY: `now` is read only if the call succeeded, which fills it.
     unsafe {
         libc::sigaction(signal, null(), now.as_mut_ptr()) == 0 && (*now.as_ptr()).sa_sigaction == recording_handler()
     }
 }
 
-/// Restore the action that the signal had before, unless somebody has set another one meanwhile.
+/// Restores the previous action of the signal, unless other code has set another action since.
 ///
 /// # Safety
-/// The signal's entry in `BEFORE` is filled, and nobody writes it during the call.
+/// The signal's entry in `SAVED_ACTIONS` is filled, and no thread writes it during the call.
 unsafe fn restore_action(signal: c_int) {
     if is_recorded(signal) {
-        // SAFETY: by the caller's promise the entry is filled and nobody writes it.
+        // SAFETY: the caller guarantees that the entry is filled and not being written.
         unsafe { libc::sigaction(signal, (*SAVED_ACTIONS.0[signal as usize - 1].get()).as_ptr(), null_mut()) };
     }
 }
 
-/// The handler. It calls only what may be called within a handler.
+/// The signal handler. It calls only async-signal-safe functions.
 extern "C" fn record_signal(signal: c_int) {
     if are_deferred() {
         PENDING_SIGNALS.fetch_or(bit(signal), Ordering::Relaxed);
     } else {
-        // SAFETY: in a forked child nobody writes the entries, and this one was filled before the handler was set.
+        // SAFETY: in a forked child no thread writes the entries, and this one was filled before the handler was set.
         unsafe {
             restore_action(signal);
             libc::raise(signal);
@@ -165,7 +165,7 @@ mod tests {
         }
     }
 
-    // All of this is one test, because handlers belong to the process.
+    // This is one test, because handlers belong to the process.
     #[test]
     fn signals_wait_until_they_are_let_go_and_each_comes_once() {
         let (one, two) = (libc::SIGUSR1, libc::SIGUSR2);
@@ -177,7 +177,7 @@ mod tests {
         let kept = defer_signals([one, two, libc::SIGSEGV, libc::SIGKILL, 0, 65]).expect("nobody else");
         assert_eq!(kept.signals, bit(one) | bit(two));
         assert!(defer_signals([one]).is_none(), "kept back already");
-        // SAFETY: the handler that is set now only notes the signal.
+        // SAFETY: the handler that is set at this point only records the signal.
         let raised = unsafe { (libc::raise(one), libc::raise(one)) };
         assert_eq!((raised, HANDLED.load(Ordering::SeqCst)), ((0, 0), 0));
         drop(kept);
@@ -185,10 +185,10 @@ mod tests {
         assert_eq!(handler_of(one), handled as extern "C" fn(c_int) as libc::sighandler_t);
 
         let kept = defer_signals([one]).expect("nobody else");
-        // SAFETY: the child ends by a signal's default action or by _exit.
+        // SAFETY: the child is terminated by a signal's default action or by _exit.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // SAFETY: the handler only counts, and in the child it runs at once. _exit ends the child.
+            // SAFETY: the handler only counts, and in the child it runs immediately. _exit terminates the child.
             unsafe {
                 libc::raise(one);
                 libc::_exit(HANDLED.load(Ordering::SeqCst) as c_int);

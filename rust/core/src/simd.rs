@@ -1,21 +1,22 @@
-//! One source for several instruction sets, with the same bits on each.
+//! One source for several instruction sets, with bitwise identical results on each.
 //!
-//! A [`Job`] is compiled once for each instruction set, and runs on the best one of the processor. Its arithmetic is IEEE addition,
-//! multiplication, division and square root on 16 virtual lanes, in an order that the source fixes. Rust never contracts a
-//! multiplication and an addition into one rounding, so the width of the vectors changes nothing.
+//! A [`SimdJob`] is compiled once for each instruction set, and runs on the best one of the CPU. Its arithmetic is IEEE
+//! addition, multiplication, division and square root on 16 virtual lanes, in an order that the source fixes. Rust
+//! never contracts a multiplication and an addition into one rounding, so the width of the vectors does not change the
+//! results.
 #![allow(unsafe_code)]
-// Functions that are not inlined into a job are compiled for the baseline. Lanes are plain loops, because closures may not be
-// inlined.
+// Functions that are not inlined into a job are compiled for the baseline. Lanes are plain loops, because closures may
+// not be inlined.
 #![allow(clippy::inline_always, clippy::needless_range_loop)]
 
 use std::ops::{Add, Div, Mul, Sub};
 
 use crate::prefetch::prefetch_address;
 
-/// An instruction set that jobs are compiled for.
+/// An instruction set for which jobs are compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InstructionSet {
-    /// The instruction set that the crate is built for.
+    /// The instruction set of the crate's build.
     Baseline,
     /// AVX2 of x86-64.
     #[cfg(target_arch = "x86_64")]
@@ -25,20 +26,21 @@ pub(crate) enum InstructionSet {
     Avx512,
 }
 
-/// Work that is compiled for every instruction set. `run`, and all that it calls in its loops, must be `#[inline(always)]`.
+/// Work that is compiled for every instruction set. `run`, and everything that it calls in its loops, must be
+/// `#[inline(always)]`.
 pub(crate) trait SimdJob {
     /// The result of the work.
     type Output;
-    /// Do the work.
+    /// Runs the work.
     fn run(self) -> Self::Output;
 }
 
 impl InstructionSet {
-    /// The widest instruction set of this processor.
+    /// Returns the widest instruction set of this CPU.
     pub(crate) fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
-            // The macro keeps what it has found.
+            // The macro caches its result.
             if is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
@@ -53,7 +55,7 @@ impl InstructionSet {
         Self::Baseline
     }
 
-    /// All instruction sets of this processor.
+    /// Returns all instruction sets of this CPU.
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
         match Self::best() {
@@ -65,16 +67,16 @@ impl InstructionSet {
         }
     }
 
-    /// Run `job` as compiled for this instruction set. The processor must have it, which holds for the values of [`InstructionSet::best`] and,
-    /// in tests, [`InstructionSet::all`].
+    /// Runs `job` compiled for this instruction set, which the CPU must support. That holds for the values of
+    /// [`InstructionSet::best`] and, in tests, [`InstructionSet::all`].
     #[inline]
     pub(crate) fn run<J: SimdJob>(self, job: J) -> J::Output {
         match self {
             Self::Baseline => job.run(),
-            // SAFETY: this value is only made after AVX2 was detected.
+            // SAFETY: this value is only created after AVX2 was detected.
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => unsafe { run_avx2(job) },
-            // SAFETY: this value is only made after the four sets of AVX-512 were detected.
+            // SAFETY: this value is only created after the four sets of AVX-512 were detected.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => unsafe { run_avx512(job) },
         }
@@ -102,7 +104,7 @@ pub(crate) const LANES: usize = 16;
 pub(crate) struct FloatLanes([f32; LANES]);
 
 impl FloatLanes {
-    /// The same value in every lane.
+    /// Sets every lane to `value`.
     #[inline(always)]
     pub(crate) fn splat(value: f32) -> Self {
         Self([value; LANES])
@@ -112,22 +114,23 @@ impl FloatLanes {
     /// 16 floats can be read at `from`.
     #[inline(always)]
     pub(crate) unsafe fn load_all(from: *const f32) -> Self {
-        // SAFETY: by the caller's promise 16 floats can be read, and an array of floats has no stricter alignment than a float.
+        // SAFETY: the caller guarantees that 16 floats can be read, and an array of floats has no stricter alignment
+        // than a float.
         Self(unsafe { from.cast::<[f32; LANES]>().read() })
     }
 
-    /// The first `count` lanes from memory, and zeros after them.
+    /// Loads the first `count` lanes from memory, and sets the others to zero.
     ///
     /// # Safety
     /// `count` floats can be read at `from`, `count <= 16`.
     #[inline(always)]
     pub(crate) unsafe fn load_first(from: *const f32, count: usize) -> Self {
         if count == LANES {
-            // SAFETY: by the caller's promise `count` floats can be read, which here are 16.
+            // SAFETY: the caller guarantees that `count` floats can be read, which is 16 here.
             return unsafe { Self::load_all(from) };
         }
         let mut lanes = [0.0; LANES];
-        // SAFETY: by the caller's promise `count` floats can be read, which here are below 16, and `lanes` has 16.
+        // SAFETY: the caller guarantees that `count` floats can be read, which is below 16 here, and `lanes` has 16.
         unsafe { copy_below_16(from, lanes.as_mut_ptr(), count) };
         Self(lanes)
     }
@@ -136,7 +139,7 @@ impl FloatLanes {
     /// 16 floats can be written at `to`.
     #[inline(always)]
     pub(crate) unsafe fn store_all(self, to: *mut f32) {
-        // SAFETY: by the caller's promise 16 floats can be written.
+        // SAFETY: the caller guarantees that 16 floats can be written.
         unsafe { to.cast::<[f32; LANES]>().write(self.0) };
     }
 
@@ -145,10 +148,11 @@ impl FloatLanes {
     #[inline(always)]
     pub(crate) unsafe fn store_first(self, to: *mut f32, count: usize) {
         if count == LANES {
-            // SAFETY: by the caller's promise `count` floats can be written, which here are 16.
+            // SAFETY: the caller guarantees that `count` floats can be written, which is 16 here.
             return unsafe { self.store_all(to) };
         }
-        // SAFETY: by the caller's promise `count` floats can be written, which here are below 16, and there are 16 lanes to read.
+        // SAFETY: the caller guarantees that `count` floats can be written, which is below 16 here, and there are 16
+        // lanes to read.
         unsafe { copy_below_16(self.0.as_ptr(), to, count) };
     }
 
@@ -162,7 +166,7 @@ impl FloatLanes {
         Self(lanes)
     }
 
-    /// Each lane moved towards zero by `amount`, and zero where it is within `amount` of zero.
+    /// Each lane moved towards zero by `amount`, and zero if it is within `amount` of zero.
     #[inline(always)]
     pub(crate) fn shrunk(self, amount: f32) -> Self {
         let mut lanes = [0.0; LANES];
@@ -173,7 +177,7 @@ impl FloatLanes {
         Self(lanes)
     }
 
-    /// Each lane divided by that of `divisor`, and zero where that is zero.
+    /// Each lane divided by the lane of `divisor`, and zero if the divisor is zero.
     #[inline(always)]
     pub(crate) fn over_or_zero(self, divisor: Self) -> Self {
         let mut lanes = [0.0; LANES];
@@ -184,7 +188,7 @@ impl FloatLanes {
         Self(lanes)
     }
 
-    /// The sum of all lanes. The upper half is added to the lower half, again and again.
+    /// The sum of all lanes. The upper half is added to the lower half, repeatedly.
     #[inline(always)]
     pub(crate) fn sum(self) -> f32 {
         let mut eight = [0.0; 8];
@@ -199,7 +203,7 @@ impl FloatLanes {
     }
 }
 
-/// Copy fewer than 16 floats in pieces whose sizes are powers of two. This is short and calls no function.
+/// Copies fewer than 16 floats in pieces whose sizes are powers of two. This is short and calls no function.
 ///
 /// # Safety
 /// `count < 16` floats can be read at `from` and written at `to`, which do not overlap.
@@ -208,7 +212,8 @@ unsafe fn copy_below_16(from: *const f32, to: *mut f32, count: usize) {
     let mut at = 0;
     for power in [8, 4, 2, 1] {
         if count & power != 0 {
-            // SAFETY: `at + power` is at most `count`, and by the caller's promise that many floats can be read and written.
+            // SAFETY: `at + power` is at most `count`, and the caller guarantees that this many floats can be read and
+            // written.
             unsafe { to.add(at).copy_from_nonoverlapping(from.add(at), power) };
             at += power;
         }
@@ -232,7 +237,7 @@ macro_rules! lanewise {
 }
 lanewise!(Add add +, Sub sub -, Mul mul *, Div div /);
 
-/// Columns of a row that are summed in registers: one vector of lanes, or four. The four are fields with names, because the
+/// Columns of a row that are summed in registers: one vector of lanes, or four. The four are named fields, because the
 /// compiler keeps arrays of them on the stack.
 pub(crate) trait ColumnLanes: Copy {
     /// The number of float32.
@@ -240,12 +245,12 @@ pub(crate) trait ColumnLanes: Copy {
     /// Zeros.
     fn zero() -> Self;
     /// # Safety
-    /// `count` floats can be read at `from`; below `FLOATS` only where that is 16.
+    /// `count` floats can be read at `from`. `count` may be below `FLOATS` only if `FLOATS` is 16.
     unsafe fn load(from: *const f32, count: usize) -> Self;
     /// # Safety
-    /// `count` floats can be written at `to`; below `FLOATS` only where that is 16.
+    /// `count` floats can be written at `to`. `count` may be below `FLOATS` only if `FLOATS` is 16.
     unsafe fn store(self, to: *mut f32, count: usize);
-    /// Start to load the `FLOATS` floats at `from`, which may be any address.
+    /// Prefetches the `FLOATS` floats at `from`, which may be any address.
     #[inline(always)]
     fn prefetch(from: *const f32) {
         for line in 0..Self::FLOATS / LANES {
@@ -271,12 +276,12 @@ impl ColumnLanes for FloatLanes {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32, count: usize) -> Self {
-        // SAFETY: by the caller's promise `count` floats can be read.
+        // SAFETY: the caller guarantees that `count` floats can be read.
         unsafe { Self::load_first(from, count) }
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32, count: usize) {
-        // SAFETY: by the caller's promise `count` floats can be written.
+        // SAFETY: the caller guarantees that `count` floats can be written.
         unsafe { self.store_first(to, count) };
     }
     #[inline(always)]
@@ -305,7 +310,7 @@ impl ColumnLanes for WideLanes {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32, _count: usize) -> Self {
-        // SAFETY: by the caller's promise 64 floats can be read.
+        // SAFETY: the caller guarantees that 64 floats can be read.
         unsafe {
             Self(
                 FloatLanes::load_all(from),
@@ -317,7 +322,7 @@ impl ColumnLanes for WideLanes {
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32, _count: usize) {
-        // SAFETY: by the caller's promise 64 floats can be written.
+        // SAFETY: the caller guarantees that 64 floats can be written.
         unsafe {
             self.0.store_all(to);
             self.1.store_all(to.add(LANES));
@@ -339,8 +344,8 @@ impl ColumnLanes for WideLanes {
     }
 }
 
-/// Run a block for every 16 columns of a row as `|at, count|`, where `count` is below 16 in the last one only. This is a macro,
-/// because the block must be inlined in both places.
+/// Runs a block for every 16 columns of a row as `|at, count|`, where `count` is below 16 in the last one only. This is
+/// a macro, because the block must be inlined in both places.
 macro_rules! by_lanes {
     ($dim:expr, |$at:ident, $count:ident| $block:block) => {{
         let mut $at = 0;

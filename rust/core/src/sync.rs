@@ -1,4 +1,4 @@
-//! Synchronisation types: those of the standard library, or loom's when a model test is built (`--cfg loom`).
+//! Synchronization types: those of the standard library, or loom's in model tests (`--cfg loom`).
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{
@@ -55,12 +55,13 @@ impl<T> MutexLike for loom::sync::Mutex<T> {
     }
 }
 
-/// Lock a mutex, even if a panic poisoned it. The users of the data check its invariants.
+/// Locks a mutex, even if a panic poisoned it. The users of the data check its invariants.
 pub(crate) fn lock<M: MutexLike>(mutex: &M) -> M::Guard<'_> {
     mutex.guard()
 }
 
-/// Whether a panic interrupted a change of what the lock protects. (In a loom model a panic ends the model, so this is false.)
+/// True if a panic interrupted a change of the data that the lock protects. (In a loom model a panic stops the model,
+/// so this is false.)
 pub(crate) fn was_poisoned<T>(lock: &RwLock<T>) -> bool {
     #[cfg(not(loom))]
     return lock.is_poisoned();
@@ -68,12 +69,12 @@ pub(crate) fn was_poisoned<T>(lock: &RwLock<T>) -> bool {
     return std::mem::size_of_val(lock) == 0;
 }
 
-/// Wait for a notification.
+/// Waits for a notification.
 pub(crate) fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     condition.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Wait for a notification, but at most for `most`. (A loom model has no time, and waits for the notification.)
+/// Waits for a notification, but at most for `most`. (A loom model has no time, and waits for the notification.)
 pub(crate) fn wait_at_most<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>, most: Duration) -> MutexGuard<'a, T> {
     #[cfg(not(loom))]
     return condition.wait_timeout(guard, most).unwrap_or_else(PoisonError::into_inner).0;

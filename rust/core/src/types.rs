@@ -1,23 +1,23 @@
 //! Ids, their buckets, and the metadata of a row.
 
-/// An id as the user gives it. It may be any 64-bit integer, also a negative one.
+/// An id of the user: any 64-bit integer, also a negative one.
 pub type Id = i64;
 
-/// A cache slot: the number of a row's position in the tier that kernels run on. `NO_SLOT` stands for "no row": kernels read it as
+/// A cache slot: the index of a row in the tier that kernels run on. `NO_SLOT` means "no row": kernels read it as
 /// zeros, and skip it in updates.
 pub type CacheSlot = u32;
 
 /// See [`CacheSlot`].
 pub const NO_SLOT: CacheSlot = u32::MAX;
 
-/// The default number of buckets of a table. It is a prime, which serves ids whose low bits say little.
+/// The default number of buckets of a table. It is a prime, which helps ids whose low bits are not random.
 pub const DEFAULT_TOTAL_NUM_BUCKETS: u32 = 4093;
 
-/// The rule by which the ids of a table fall into its buckets: `hash_id(id) mod total_num_buckets`. The hash spreads ids
-/// of any pattern evenly over the buckets, and the buckets over the ranks.
+/// The mapping of ids to the table's buckets: `hash_id(id) mod total_num_buckets`. The hash distributes ids of any
+/// pattern evenly over the buckets, and the buckets over the ranks.
 ///
-/// The remainder is computed by a multiplication with the reciprocal of the divisor (Barrett, "Implementing the RSA algorithm on a
-/// standard digital signal processor", CRYPTO '86).
+/// The remainder is computed by a multiplication with the reciprocal of the divisor (Barrett, "Implementing the RSA
+/// algorithm on a standard digital signal processor", CRYPTO '86).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BucketMapper {
     total: u32,
@@ -26,7 +26,7 @@ pub struct BucketMapper {
 
 impl BucketMapper {
     /// # Panics
-    /// Panics when there are no buckets.
+    /// Panics if there are no buckets.
     pub fn new(total_num_buckets: u32) -> Self {
         Self { total: total_num_buckets, reciprocal: u64::MAX / u64::from(total_num_buckets) }
     }
@@ -47,9 +47,10 @@ impl BucketMapper {
     }
 }
 
-/// The 64-bit hash of an id that buckets, the SSD tier's index and footers use. It is the finaliser of `SplitMix64`, a bijection
-/// (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, with the constants of Stafford's variant
-/// 13). It is part of the formats on disk, and can never change; `tests/fixtures/v1/buckets.txt` pins it.
+/// The 64-bit hash of an id for buckets, the SSD tier's index and footers. It is the finalizer of `SplitMix64`, a
+/// bijection (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, with the constants of
+/// Stafford's variant 13). It is part of the formats on disk, and must not change; `tests/fixtures/v1/buckets.txt` pins
+/// it.
 #[inline]
 pub fn hash_id(id: Id) -> u64 {
     let mut x = id as u64;
@@ -68,8 +69,8 @@ pub fn id_of_hash(hash: u64) -> Id {
     (x ^ (x >> 30) ^ (x >> 60)) as Id
 }
 
-/// The key of a table: the xxh3-64 hash of the table's name when it was created. It is kept with the table's files, so that
-/// renaming the table does not change births.
+/// The key of a table: the xxh3-64 hash of the table's name at its creation. It is stored with the table's files, so
+/// that renaming the table does not change initial weights.
 pub fn table_key(name: &str) -> u64 {
     xxhash_rust::xxh3::xxh3_64(name.as_bytes())
 }
@@ -81,8 +82,8 @@ pub struct RowMeta {
     pub count: u32,
     /// The table's step counter at the last training step that used the row.
     pub last_step: u64,
-    /// How much the row is used: the sum of its occurrences, which halves over every [`TableConfig::score_half_life_steps`] steps
-    /// (see [`ScoreDecay`](crate::rows::Decay)). This is what it was at `last_step`.
+    /// The usage of the row: the sum of its occurrences, which halves over every [`TableConfig::score_half_life_steps`]
+    /// steps (see [`ScoreDecay`](crate::rows::ScoreDecay)). This is the value at `last_step`.
     ///
     /// [`TableConfig::score_half_life_steps`]: crate::config::TableConfig::score_half_life_steps
     pub score: f32,
@@ -90,7 +91,7 @@ pub struct RowMeta {
     pub modified_epoch: u32,
 }
 
-/// The half life of scores where a table does not say another one.
+/// The default half life of scores.
 pub const DEFAULT_SCORE_HALF_LIFE_STEPS: u64 = 1024;
 
 #[cfg(test)]

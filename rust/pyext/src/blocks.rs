@@ -1,4 +1,4 @@
-//! Block-level saves and loads.
+//! RecIS-format saves and loads.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError, RwLock};
@@ -18,7 +18,7 @@ use crate::directory::PyCheckpointDirectory;
 use crate::error::{input, to_python};
 use crate::foreign::drop_detached;
 
-/// CRC-32C of each chunk of some bytes.
+/// Returns the CRC-32C of each chunk of `data`.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
 pub(crate) fn chunk_checksums<'py>(
@@ -34,7 +34,8 @@ pub(crate) fn chunk_checksums<'py>(
     Ok(found.into_pyarray(py))
 }
 
-/// Do `work`, which takes long or waits for another process, without the GIL. It looks for signals now and then: what a handler raises ends it.
+/// Runs `work`, which may take long or wait for another process, without the GIL. Checks for signals repeatedly: an
+/// exception of a signal handler aborts the work.
 pub(crate) fn with_signal_checks<T: Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut (dyn FnMut() -> embcache::Result<()> + '_)) -> embcache::Result<T> + Send,
@@ -55,7 +56,7 @@ pub(crate) fn with_signal_checks<T: Send>(
     done.map_err(to_python)
 }
 
-/// A block to write: of a table's rows the ids or one slot, or a dense tensor.
+/// A block to write: the ids or one slot of a table's rows, or a dense tensor.
 #[pyclass(frozen, name = "RecisBlockSpec", module = "torchrec_embcache._native")]
 pub(crate) struct PyRecisBlockSpec(RecisBlockSpec);
 
@@ -67,7 +68,7 @@ impl PyRecisBlockSpec {
     }
 }
 
-/// A table whose blocks were written: what the manifest says of it, and where in each run the rows of each bucket start.
+/// A table whose blocks were written: its manifest entry, and the bucket starts of each run.
 #[pyclass(frozen, name = "RecisWrittenTable", module = "torchrec_embcache._native")]
 pub(crate) struct PyRecisWrittenTable(RecisWrittenTable);
 
@@ -100,7 +101,7 @@ impl PyRecisWrittenTable {
     }
 }
 
-/// A table, by its name, and how many training steps it has made.
+/// A table name and its number of training steps.
 #[pyclass(frozen, get_all, from_py_object, name = "TableStep", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug)]
 pub(crate) struct PyTableStep {
@@ -120,7 +121,7 @@ impl PyTableStep {
     }
 }
 
-/// One shard's part of a block-level save.
+/// One shard's part of a RecIS-format save.
 #[pyclass(frozen, name = "RecisSave", module = "torchrec_embcache._native")]
 pub(crate) struct PyRecisSave {
     save: Mutex<Option<RecisSave>>,
@@ -168,7 +169,7 @@ fn closed_error() -> Error {
 
 #[pymethods]
 impl PyRecisSave {
-    /// Join the newest save that waits for the shard, or begin one.
+    /// Joins the latest save that waits for the shard, or creates one.
     #[staticmethod]
     fn join_or_begin(
         py: Python<'_>,
@@ -181,7 +182,7 @@ impl PyRecisSave {
         Self::begin(py, directory, (shard, shards), steps, &RecisJoinMode::NewestOrNew, random)
     }
 
-    /// Begin a save.
+    /// Creates a save.
     #[new]
     fn new(
         py: Python<'_>,
@@ -194,7 +195,7 @@ impl PyRecisSave {
         Self::begin(py, directory, (shard, shards), steps, &RecisJoinMode::New, random)
     }
 
-    /// Join the save of a name.
+    /// Joins the save `name`.
     #[staticmethod]
     fn join(
         py: Python<'_>,
@@ -207,7 +208,7 @@ impl PyRecisSave {
         Self::begin(py, directory, (shard, shards), steps, &RecisJoinMode::Named(name), 0)
     }
 
-    /// Make the data files.
+    /// Creates the data files.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn open_files(&self, py: Python<'_>, parallel: u32, blocks: Vec<Py<PyRecisBlockSpec>>) -> PyResult<()> {
         let blocks: Vec<RecisBlockSpec> = blocks.iter().map(|block| block.get().0.clone()).collect();
@@ -220,7 +221,7 @@ impl PyRecisSave {
         .map_err(to_python)
     }
 
-    /// Add bytes to a block.
+    /// Appends bytes to a block.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
     fn append(&self, py: Python<'_>, block: usize, data: PyReadonlyArray1<'_, u8>) -> PyResult<()> {
         let data = slice("data", &data)?;
@@ -228,7 +229,7 @@ impl PyRecisSave {
         py.detach(|| self.append_with(block, data.len(), copy)).map_err(to_python)
     }
 
-    /// Add rows `[n, bytes]`, whose bytes lie together, to a block, in this order.
+    /// Appends the rows `rows[order]` to a block. `rows` is `[n, bytes]`, and the bytes of a row must be contiguous.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
     fn append_rows(
         &self,
@@ -255,7 +256,7 @@ impl PyRecisSave {
         py.detach(|| self.append_with(block, order.len() * width, copy)).map_err(to_python)
     }
 
-    /// Make all durable; whether it was the last shard, which publishes the save.
+    /// Makes everything durable. The last shard publishes the save.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn publish(&self, py: Python<'_>, tables: Vec<Py<PyRecisWrittenTable>>) -> PyResult<PyRecisShardOutcome> {
         let tables: Vec<RecisWrittenTable> = tables.iter().map(|table| table.get().0.clone()).collect();
@@ -264,7 +265,7 @@ impl PyRecisSave {
             let save = lock(&self.save);
             writer.finish(save.as_ref().ok_or_else(closed_error)?, tables, wait)
         })?;
-        // Others may sweep it from now on.
+        // Other processes may remove it after this.
         py.detach(|| drop(lock(&self.save).take()));
         let (is_last, left) = match finished {
             RecisShardOutcome::WaitingForShards => (false, Vec::new()),
@@ -273,7 +274,7 @@ impl PyRecisSave {
         Ok(PyRecisShardOutcome { is_last, cleanup_errors: left.iter().map(Error::to_string).collect() })
     }
 
-    /// Give the shard's part up, when what is under way is written. Harmless twice.
+    /// Abandons the shard's part after writes in progress have finished. Idempotent.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| {
             drop(self.take_writer());
@@ -283,14 +284,14 @@ impl PyRecisSave {
     }
 }
 
-/// What the end of a shard's part did.
+/// Result of finishing a shard's part.
 #[pyclass(frozen, get_all, name = "RecisShardOutcome", module = "torchrec_embcache._native")]
 pub(crate) struct PyRecisShardOutcome {
     is_last: bool,
     cleanup_errors: Vec<String>,
 }
 
-/// What of a table's rows a block holds, or a dense tensor.
+/// Dtype and shape of a block of a table's rows, or of a dense tensor.
 #[pyclass(frozen, get_all, name = "RecisBlockShape", module = "torchrec_embcache._native")]
 pub(crate) struct PyRecisBlockShape {
     name: String,
@@ -306,7 +307,7 @@ impl PyRecisBlockShape {
     }
 }
 
-/// What a block-level save says of a table.
+/// Metadata of a table in a RecIS-format save.
 #[pyclass(frozen, get_all, name = "RecisTableInfo", module = "torchrec_embcache._native")]
 pub(crate) struct PyRecisTableInfo {
     name: String,
@@ -333,7 +334,7 @@ impl PyRecisTableInfo {
     }
 }
 
-/// Rows that lie together in the blocks of one shard.
+/// Adjacent rows in the blocks of one shard.
 #[pyclass(frozen, name = "RecisRun", module = "torchrec_embcache._native")]
 pub(crate) struct PyRecisRun(RecisRun);
 
@@ -345,7 +346,7 @@ impl PyRecisRun {
     }
 }
 
-/// The newest complete save of a directory; none once it is released.
+/// The latest complete save of a directory; `None` after it is released.
 #[pyclass(frozen, name = "RecisReader", module = "torchrec_embcache._native")]
 pub(crate) struct PyRecisReader(RwLock<Option<RecisReader>>);
 
@@ -365,7 +366,7 @@ impl PyRecisReader {
         Ok(Self(RwLock::new(Some(reader))))
     }
 
-    /// Close its files, and let saves remove it. Waits for reads that are under way. Harmless twice.
+    /// Closes its files, and allows saves to remove it. Waits for reads in progress. Idempotent.
     fn release(&self, py: Python<'_>) {
         py.detach(|| drop(self.0.write().unwrap_or_else(PoisonError::into_inner).take()));
     }

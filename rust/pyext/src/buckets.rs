@@ -1,4 +1,4 @@
-//! The buckets of ids, for Python, which sends ids to ranks and sorts rows.
+//! Buckets of ids, which Python uses to send ids to ranks and to sort rows.
 
 use embcache::types::{BucketMapper, Id, hash_id, id_of_hash};
 use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadwriteArray1};
@@ -7,14 +7,15 @@ use pyo3::prelude::*;
 use crate::buffers::{slice, slice_mut};
 use crate::error::input;
 
-/// Rows in the order of their buckets.
+/// Rows ordered by bucket.
 #[pyclass(frozen, get_all, name = "BucketOrder", module = "torchrec_embcache._native")]
 pub(crate) struct PyBucketOrder {
     order: Py<PyArray1<i64>>,
     starts: Py<PyArray1<i64>>,
 }
 
-/// The order of rows by (bucket, `uint64(id)`), and where in it each of the buckets `[begin, end)` starts, and the last one ends.
+/// Returns the order of rows by (bucket, `uint64(id)`), and the start in it of each of the buckets `[begin, end)`, then
+/// the end of the last one.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
 pub(crate) fn bucket_order(
@@ -44,7 +45,7 @@ pub(crate) fn bucket_order(
     Ok(PyBucketOrder { order: order.into_pyarray(py).unbind(), starts: starts.into_pyarray(py).unbind() })
 }
 
-/// The bucket of each id.
+/// Returns the bucket of each id.
 #[pyfunction]
 #[pyo3(signature = (ids, total_num_buckets))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
@@ -62,7 +63,7 @@ pub(crate) fn buckets_of<'py>(
     Ok(found.into_pyarray(py))
 }
 
-/// Replace each id by the hash that its bucket is made of.
+/// Replaces each id by the hash that determines its bucket.
 #[pyfunction]
 #[pyo3(signature = (ids))]
 pub(crate) fn hash_ids(py: Python<'_>, mut ids: PyReadwriteArray1<'_, Id>) -> PyResult<()> {
@@ -71,7 +72,7 @@ pub(crate) fn hash_ids(py: Python<'_>, mut ids: PyReadwriteArray1<'_, Id>) -> Py
     Ok(())
 }
 
-/// Replace each hash by its id.
+/// Replaces each hash by its id.
 #[pyfunction]
 #[pyo3(signature = (hashes))]
 pub(crate) fn unhash_ids(py: Python<'_>, mut hashes: PyReadwriteArray1<'_, Id>) -> PyResult<()> {

@@ -24,7 +24,7 @@ impl PySharedBudget {
         Ok(Self { core: Arc::new(SharedBudget::new(size, host_bytes, tables, gain)) })
     }
 
-    /// Bytes that no table has taken.
+    /// Bytes not allocated to a table.
     #[getter]
     fn free(&self) -> u64 {
         self.core.free()
@@ -40,7 +40,7 @@ impl PySharedBudget {
         self.core.tables()
     }
 
-    /// The budget of copies of the tables, with no byte taken.
+    /// Returns a budget for copies of the tables, with no bytes allocated.
     fn __deepcopy__(&self, _memo: &Bound<'_, PyAny>) -> Self {
         Self { core: Arc::new(self.core.untaken()) }
     }

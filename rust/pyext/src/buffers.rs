@@ -1,4 +1,4 @@
-//! Arrays at the language border. Only here numpy arrays become slices, and vectors become arrays.
+//! Arrays at the FFI boundary: conversions between numpy arrays and slices or vectors.
 
 use embcache::cache::{DeviceTensors, Plan};
 use embcache::rows::RowHeader;
@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::error::{input, to_python};
 
-/// The metadata of n rows, borrowed from Python: each `[n]`.
+/// Metadata of n rows, borrowed from Python: each `[n]`.
 pub(crate) struct MetadataArrays<'py> {
     pub(crate) count: PyReadonlyArray1<'py, u32>,
     pub(crate) last_step: PyReadonlyArray1<'py, u64>,
@@ -19,12 +19,12 @@ pub(crate) struct MetadataArrays<'py> {
     pub(crate) modified_epoch: PyReadonlyArray1<'py, u32>,
 }
 
-/// A contiguous array as a slice.
+/// Borrows a contiguous array as a slice.
 pub(crate) fn slice<'a, T: Element>(name: &str, array: &'a PyReadonlyArray1<'_, T>) -> PyResult<&'a [T]> {
     array.as_slice().map_err(|_| input(format!("{name} is not contiguous: pass a contiguous array")))
 }
 
-/// An array `[n, columns]` in C order as a slice.
+/// Borrows an array `[n, columns]` in C order as a slice.
 pub(crate) fn slice2<'a, T: Element>(
     name: &str,
     array: &'a PyReadonlyArray2<'_, T>,
@@ -34,12 +34,12 @@ pub(crate) fn slice2<'a, T: Element>(
     array.as_slice().map_err(|_| input(format!("{name} is not contiguous: pass a contiguous array")))
 }
 
-/// A contiguous array as a slice to write.
+/// Borrows a contiguous array as a mutable slice.
 pub(crate) fn slice_mut<'a, T: Element>(name: &str, array: &'a mut PyReadwriteArray1<'_, T>) -> PyResult<&'a mut [T]> {
     array.as_slice_mut().map_err(|_| input(format!("{name} is not contiguous: pass a contiguous array")))
 }
 
-/// An array `[n, columns]` in C order as a slice to write.
+/// Borrows an array `[n, columns]` in C order as a mutable slice.
 pub(crate) fn slice2_mut<'a, T: Element>(
     name: &str,
     array: &'a mut PyReadwriteArray2<'_, T>,
@@ -49,7 +49,7 @@ pub(crate) fn slice2_mut<'a, T: Element>(
     array.as_slice_mut().map_err(|_| input(format!("{name} is not contiguous: pass a contiguous array")))
 }
 
-/// Refuses an array of another width, and one whose rows are not one after another in memory. An empty array has no rows, so it has any width.
+/// Rejects an array of another width, or with rows that are not contiguous. An empty array is accepted with any width.
 fn check_matrix<T: Element>(name: &str, array: &Bound<'_, PyArray2<T>>, columns: usize) -> PyResult<()> {
     let shape = array.shape();
     if array.is_empty() || shape[1] == columns && array.is_c_contiguous() {
@@ -59,30 +59,30 @@ fn check_matrix<T: Element>(name: &str, array: &Bound<'_, PyArray2<T>>, columns:
     Err(input(format!("{name} is an array {shape:?}{order}: pass a contiguous array [n, {columns}] in C order")))
 }
 
-/// A vector as an array `[rows, columns]` of the same memory.
+/// Converts a vector to an array `[rows, columns]` without copying.
 pub(crate) fn matrix<T: Element>(py: Python<'_>, data: Vec<T>, columns: usize) -> PyResult<Bound<'_, PyArray2<T>>> {
     let rows = data.len().checked_div(columns).unwrap_or(0);
     data.into_pyarray(py).reshape([rows, columns])
 }
 
-/// Slots as Python sees them: int64, where -1 stands for a row of zeros.
+/// Converts slots to int64; -1 represents a row of zeros.
 pub(crate) fn slots_to_python<'py>(py: Python<'py>, slots: &[CacheSlot]) -> Bound<'py, PyArray1<i64>> {
     let slots: Vec<i64> =
         slots.iter().map(|&slot| if slot == embcache::types::NO_SLOT { -1 } else { i64::from(slot) }).collect();
     slots.into_pyarray(py)
 }
 
-/// Positions as int64, for torch.
+/// Converts positions to int64, for torch.
 pub(crate) fn positions_to_python<'py>(py: Python<'py>, positions: &[u32]) -> Bound<'py, PyArray1<i64>> {
     positions.iter().map(|&position| i64::from(position)).collect::<Vec<i64>>().into_pyarray(py)
 }
 
-/// The scalar slots of rows: `[n]`.
+/// Returns the scalar slots of rows: `[n]`.
 pub(crate) fn scalars_to_python<'py>(py: Python<'py>, headers: &[RowHeader]) -> Bound<'py, PyArray1<f32>> {
     headers.iter().map(|header| header.scalar).collect::<Vec<f32>>().into_pyarray(py)
 }
 
-/// Headers from the parts that Python gives. Parts that are `None` are zeros.
+/// Builds headers from Python arrays. Parts that are `None` are zeros.
 pub(crate) fn headers_from_python(
     ids: &[i64],
     scalars: Option<&[f32]>,
@@ -113,11 +113,11 @@ pub(crate) fn headers_from_python(
     Ok(headers)
 }
 
-/// The device arrays of one table, borrowed from Python: weights, vector slots, scalar slot.
+/// Device arrays of one table, borrowed from Python: weights, vector slots, scalar slot.
 pub(crate) type DeviceArrayBorrows<'py> =
     (PyReadwriteArray2<'py, f32>, Vec<PyReadwriteArray2<'py, f32>>, Option<PyReadwriteArray1<'py, f32>>);
 
-/// The borrowed arrays of the plan's tables as slices, as the core takes them.
+/// Converts the borrowed arrays of the plan's tables to the slices that the Rust core expects.
 pub(crate) fn device_tensors<'a>(
     plan: &Plan,
     arrays: &'a mut [Option<DeviceArrayBorrows<'_>>],

@@ -1,6 +1,7 @@
-//! Counts of rows by their standings in the order in which sweeps take them.
+//! Histograms of rows by rank key, in eviction order.
 //!
-//! A standing is (score, last step, id), the score as the core maps it. Shapes: P parts of a span that have rows, n standings that are listed.
+//! A rank key is (score, last step, id), with the score as mapped by the Rust core. Shapes: P parts of a range that
+//! have rows, n rank keys that are listed.
 
 use embcache::lifecycle::{RankKey, RankKeyRange, RankRangeContents, ScoreHistogram};
 use numpy::{IntoPyArray as _, PyArray1, PyArray2};
@@ -8,7 +9,7 @@ use pyo3::prelude::*;
 
 use crate::buffers::matrix;
 
-/// A standing in the order of rows.
+/// Rank key of a row in eviction order.
 #[pyclass(frozen, name = "RankKey", module = "torchrec_embcache._native")]
 pub(crate) struct PyRankKey {
     core: RankKey,
@@ -26,7 +27,7 @@ impl PyRankKey {
     }
 }
 
-/// The standings from one to another, both included.
+/// The rank keys from `low` to `high`, both included.
 #[pyclass(frozen, name = "RankKeyRange", module = "torchrec_embcache._native")]
 pub(crate) struct PyRankKeyRange {
     pub(crate) core: RankKeyRange,
@@ -45,7 +46,7 @@ impl PyRankKeyRange {
     }
 }
 
-/// What was found in a span.
+/// Counts of the rows in a range.
 #[pyclass(frozen, get_all, name = "RankRangeCounts", module = "torchrec_embcache._native")]
 pub(crate) struct PyRankRangeCounts {
     digits: Py<PyArray1<u32>>,
@@ -84,7 +85,7 @@ impl PyRankRangeCounts {
     }
 }
 
-/// A count of the rows of a shard.
+/// Counts of a shard's rows in ranges of rank keys.
 #[pyclass(frozen, get_all, name = "ScoreHistogram", module = "torchrec_embcache._native")]
 pub(crate) struct PyScoreHistogram {
     version: u64,

@@ -19,7 +19,8 @@ use crate::records::{
 };
 use crate::table::PyTable;
 
-/// Lock. Whoever holds the lock does not ask for the GIL before it unlocks, because a thread that has the GIL may wait for the lock.
+/// Locks `mutex`. The holder must not acquire the GIL before it unlocks, because a thread with the GIL may wait for the
+/// lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -28,13 +29,13 @@ pub(crate) fn ended_error(object: &str) -> Error {
     Error::new(Kind::State, format!("the {object} has ended: make another"))
 }
 
-/// The name of the newest complete checkpoint of a directory.
+/// Returns the name of the latest complete checkpoint of a directory.
 #[pyfunction]
 pub(crate) fn latest_checkpoint(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<String> {
     py.detach(|| LatestCheckpoint::read(&directory.inner)).map(|latest| latest.to_string()).map_err(to_python)
 }
 
-/// What the newest checkpoint of a directory says of itself, if there is one.
+/// Returns the metadata of the latest checkpoint of a directory, if there is one.
 #[pyfunction]
 pub(crate) fn newest_checkpoint(
     py: Python<'_>,
@@ -48,7 +49,7 @@ pub(crate) fn newest_checkpoint(
     newest.map_err(to_python)
 }
 
-/// Remove every checkpoint of a directory but the newest `keep` and all that they build on.
+/// Removes every checkpoint of a directory except the latest `keep` and their base checkpoints.
 #[pyfunction]
 #[pyo3(signature = (directory, keep))]
 pub(crate) fn prune_checkpoints(
@@ -133,7 +134,8 @@ impl PyCheckpointSave {
         .map_err(to_python)
     }
 
-    /// Remove what was written. Nothing happens where the save has ended: it was published, or its publication removed what it wrote.
+    /// Removes the written files. Does nothing if the save has ended: it was published, or its failed publication
+    /// removed the files.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| lock(&self.inner).take().map_or(Ok(()), CheckpointSave::abandon)).map_err(to_python)
     }

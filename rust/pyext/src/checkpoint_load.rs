@@ -20,7 +20,7 @@ use crate::records::{PyCheckpointId, PyManifestDigest, PySavedTable};
 use crate::segments::PyLinkedSegments;
 use crate::table::PyTable;
 
-/// Tell a rank's callable how many more rows are done. An exception of its ends the work.
+/// Reports the number of additional rows to a rank's progress callback. An exception from it aborts the work.
 fn report_progress(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, rows: u64) -> embcache::Result<()> {
     let Some(progress) = progress else { return Ok(()) };
     Python::attach(|py| progress.call1(py, (rows,))).map(|_| ()).map_err(|error| {
@@ -29,7 +29,7 @@ fn report_progress(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, row
     })
 }
 
-/// The checkpoint `latest` of a directory, with all that it builds on.
+/// Opens the checkpoint `latest` of a directory, with its base checkpoints.
 pub(crate) fn open_chain(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str) -> PyResult<CheckpointChain> {
     let latest: LatestCheckpoint = latest.parse().map_err(to_python)?;
     py.detach(|| CheckpointChain::open(&directory.inner, latest)).map_err(to_python)
@@ -91,13 +91,13 @@ impl PyChainCompaction {
     }
 }
 
-/// A checkpoint whose manifests are checked, and all that it builds on.
+/// A checkpoint with checked manifests, and its base checkpoints.
 #[pyclass(frozen, name = "CheckpointReader", module = "torchrec_embcache._native")]
 pub(crate) struct PyCheckpointReader {
     inner: CheckpointChain,
-    /// How each table is loaded that `check_table` has checked, by the table's own module and name.
+    /// Sources of the tables that `check_table` has checked, by the table's own module and name.
     sources: Mutex<HashMap<(String, String), TableSource>>,
-    /// Of the newest checkpoint.
+    /// Dense state of the latest checkpoint.
     extents: DenseReader,
 }
 
@@ -188,7 +188,7 @@ impl PyCheckpointReader {
         .map_err(to_python)
     }
 
-    /// The segments that the table is to be opened from, if `check_table` found that it is. They are given once.
+    /// Returns the segments from which the table is opened, if `check_table` found them. They are returned once.
     fn segments(&self, module: String, table: String) -> Option<PyLinkedSegments> {
         let (mut sources, key) = (lock(&self.sources), (module, table));
         match sources.remove(&key)? {
@@ -222,7 +222,7 @@ impl PyCheckpointReader {
 }
 
 impl PyCheckpointReader {
-    /// What `check_table` made ready to read the rows of a table.
+    /// Takes the reader of a table's rows that `check_table` prepared.
     fn rows_of(&self, module: String, table: String) -> PyResult<ChainReader> {
         let source = lock(&self.sources).remove(&(module, table));
         match source {

@@ -1,4 +1,4 @@
-//! Rows of a checkpoint as arrays, without a table, for the commands that read, convert or divide checkpoints.
+//! Rows of a checkpoint as arrays, without a table, for commands that read, convert or reshard checkpoints.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -21,7 +21,7 @@ use crate::records::{PyCheckpointCopyReport, PyPublishedCheckpoint};
 use crate::rows::{PyRowBlock, PyRowMetadata};
 use crate::settings::precision_from;
 
-/// Rows that are to be written into a checkpoint. Parts that are `None` are written as zeros.
+/// Rows to write into a checkpoint. Parts that are `None` are written as zeros.
 #[pyclass(frozen, get_all, name = "RowWriteBatch", module = "torchrec_embcache._native")]
 pub(crate) struct PyRowWriteBatch {
     ids: Py<PyArray1<i64>>,
@@ -52,7 +52,7 @@ impl PyRowWriteBatch {
     }
 }
 
-/// Rows that a Python iterable of `RowWriteBatch` gives, chunk by chunk.
+/// Rows from a Python iterable of `RowWriteBatch`, chunk by chunk.
 pub(crate) struct PyRowSource {
     spec: TableSpec,
     vector_floats: usize,
@@ -73,12 +73,12 @@ impl PyRowSource {
         self.spec.clone()
     }
 
-    /// The result of writing the rows: the exception of the iterable, if it raised one.
+    /// Returns the result of writing the rows, or the exception of the iterable, if it raised one.
     pub(crate) fn end<T>(self, written: PyResult<T>) -> PyResult<T> {
         self.raised.map_or(written, Err)
     }
 
-    /// The next chunk as the core takes it.
+    /// Returns the next chunk as headers and vectors.
     fn next(&self, py: Python<'_>) -> PyResult<Option<(Vec<RowHeader>, Vec<f32>)>> {
         let Some(chunk) = self.chunks.bind(py).clone().next().transpose()? else { return Ok(None) };
         let chunk = chunk.cast::<PyRowWriteBatch>()?.get();
@@ -116,7 +116,7 @@ impl RowSource for PyRowSource {
     }
 }
 
-/// The counts of some ids that wait for rows.
+/// Admission counts of some pending ids.
 #[pyclass(frozen, get_all, name = "CountedIds", module = "torchrec_embcache._native")]
 pub(crate) struct PyCountedIds {
     ids: Py<PyArray1<i64>>,
@@ -147,8 +147,8 @@ impl PyCountedIds {
     }
 }
 
-/// A sweep that takes a row: which of its delta it is, what of its rule takes the row, as JSON, and the row's score after the sweep's step
-/// where the rule looks at scores.
+/// A sweep that expired a row: its index in the delta, the part of its rule that matched, as JSON, and the row's score
+/// after the sweep's step if the rule uses scores.
 #[pyclass(frozen, get_all, name = "IdExpiry", module = "torchrec_embcache._native")]
 pub(crate) struct PyIdExpiry {
     sweep: usize,
@@ -163,7 +163,7 @@ impl PyIdExpiry {
     }
 }
 
-/// What one checkpoint says of one id.
+/// State of an id in one checkpoint.
 #[pyclass(frozen, get_all, name = "IdHistoryEntry", module = "torchrec_embcache._native")]
 pub(crate) struct PyIdHistoryEntry {
     row: Option<Py<PyRowBlock>>,
@@ -217,7 +217,7 @@ impl PyCheckpointRows {
         open_chain(py, directory, latest).map(|inner| Self { inner })
     }
 
-    /// Let saves remove the checkpoint. Nothing more may be read of it.
+    /// Allows saves to remove the checkpoint. It must not be read after this call.
     fn release(&self) {
         self.inner.release();
     }
@@ -227,7 +227,7 @@ impl PyCheckpointRows {
         String::from_utf8(bytes).map_err(|error| input(error.to_string()))
     }
 
-    /// The manifests of the checkpoint and of all that it builds on, newest first.
+    /// Returns the manifests of the checkpoint and its base checkpoints, latest first.
     fn chain_manifests(&self) -> PyResult<Vec<String>> {
         let text = |link: &OpenCheckpoint| {
             let bytes = link.manifest().to_json().map_err(to_python)?;
@@ -236,8 +236,8 @@ impl PyCheckpointRows {
         self.inner.links().iter().map(text).collect()
     }
 
-    /// Rows are given to `sink` in chunks. It is called with a `RowBlock` for each. Then `counts` is called with the `CountedIds` of each
-    /// bucket. Without both, rows and counts are read and verified.
+    /// Passes the rows to `sink` in chunks, each as a `RowBlock`. Then passes the `CountedIds` of each bucket to
+    /// `counts`. Without both, only reads and verifies rows and counts.
     #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
     #[expect(clippy::too_many_arguments, reason = "they say what is read, and who takes it")]
     #[pyo3(signature = (module, table, bucket_begin, bucket_end, sink, *, counts=None))]
@@ -281,7 +281,7 @@ impl PyCheckpointRows {
         raised.map_or_else(|| read.map_err(to_python), Err)
     }
 
-    /// What each of the checkpoints says of an id, newest first.
+    /// Returns the entry of each checkpoint of the chain for an id, latest first.
     fn id_history(&self, py: Python<'_>, module: &str, table: &str, id: i64) -> PyResult<Vec<PyIdHistoryEntry>> {
         let life = py.detach(|| self.inner.id_history(module, table, id)).map_err(to_python)?;
         life.into_iter().map(|link| PyIdHistoryEntry::of(py, link)).collect()

@@ -1,4 +1,4 @@
-//! Directories of checkpoints that users name.
+//! User directories of checkpoints.
 
 use std::ffi::OsString;
 use std::os::fd::IntoRawFd;
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::error::to_python;
 use crate::logging::follow_levels;
 
-/// The rules that a user chose by name.
+/// Parses the name of the path checks.
 pub(crate) fn checks_from(name: &str) -> PyResult<PathChecks> {
     match name {
         "strict" => Ok(PathChecks::Strict),
@@ -25,7 +25,7 @@ pub(crate) fn checks_from(name: &str) -> PyResult<PathChecks> {
     }
 }
 
-/// A directory that passed the checks of path, owner and permission bits, and is held by its descriptor as long as this lives.
+/// A directory that passed the checks of path, owner and permission bits, held by its descriptor while this exists.
 #[pyclass(frozen, name = "CheckpointDirectory", module = "torchrec_embcache._native")]
 pub(crate) struct PyCheckpointDirectory {
     pub(crate) inner: CheckpointDirectory,
@@ -62,12 +62,12 @@ impl PyCheckpointDirectory {
         format!("CheckpointDirectory({})", self.inner.path().display())
     }
 
-    /// Whether something lies in the directory under this name; a link is not followed.
+    /// True if the directory has an entry of this name; a link is not followed.
     fn contains(&self, py: Python<'_>, name: &str) -> PyResult<bool> {
         py.detach(|| self.inner.has(name)).map_err(to_python)
     }
 
-    /// A descriptor of the directory, which the caller closes.
+    /// Returns a descriptor of the directory, which the caller closes.
     fn open_descriptor(&self) -> PyResult<i32> {
         let descriptor = self.inner.descriptor().map(|descriptor| descriptor.try_clone_to_owned());
         let missing = || Error::new(Kind::State, "the directory has no descriptor");

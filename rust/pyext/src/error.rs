@@ -1,4 +1,4 @@
-//! Errors of the core as exceptions of `torchrec_embcache.exceptions`.
+//! Conversion of the Rust core's errors to exceptions of `torchrec_embcache.exceptions`.
 
 use embcache::{Error, Kind};
 use pyo3::exceptions::PyMemoryError;
@@ -25,7 +25,7 @@ fn class_name(kind: Kind) -> &'static str {
     }
 }
 
-/// The exception for an error of the core, with its `errno` and path.
+/// Returns the exception for an error of the Rust core, with its `errno` and path.
 #[expect(clippy::needless_pass_by_value, reason = "it is given to map_err")]
 pub(crate) fn to_python(error: Error) -> PyErr {
     Python::attach(|py| {
@@ -44,13 +44,13 @@ pub(crate) fn to_python(error: Error) -> PyErr {
     })
 }
 
-/// The core's error for an exception that a callback raised while it did `operation` on a device.
+/// Returns the error for an exception that a callback raised during `operation` on a device.
 pub(crate) fn from_python(py: Python<'_>, error: &PyErr, operation: &str) -> Error {
     let kind = if error.is_instance_of::<PyMemoryError>(py) { Kind::DeviceMemory } else { Kind::State };
     Error::new(kind, format!("{operation}: {error}"))
 }
 
-/// An `InputError` with this message.
+/// Returns an `InputError` with this message.
 pub(crate) fn input(message: impl Into<String>) -> PyErr {
     to_python(Error::new(Kind::Input, message))
 }

@@ -1,4 +1,4 @@
-//! Rows that were evicted from a table, for Python to tell of them.
+//! Rows that were evicted from a table, for delivery by Python.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ impl PyEvictedBlock {
     }
 }
 
-/// The evicted rows of one table that wait to be told of. It outlives the table.
+/// The undelivered evicted rows of one table. Outlives the table.
 #[pyclass(frozen, name = "EvictedQueue", module = "torchrec_embcache._native")]
 pub(crate) struct PyEvictedQueue {
     pub(crate) inner: Arc<EvictedQueue>,

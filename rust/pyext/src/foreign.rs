@@ -1,14 +1,15 @@
-//! Python code that runs while a table's rows on the device may not change, or may be changed by this code alone. The table's own lock is free
-//! meanwhile; the one that is held is the lock that keeps kernels from the rows.
+//! Python code that runs while a table's rows on the device may not change, or may be changed only by this code. The
+//! table's own lock is free during this time; the lock that keeps kernels from the rows is held.
 //!
-//! Four rules keep such code from waiting for itself:
+//! Four rules prevent deadlocks of such code with itself:
 //!
-//! 1. Python may run a signal handler between any two instructions of the main thread, and the handler may want the rows. So either
-//!    signals wait on that thread until the lock is free ([`without_signal_handlers`]), or the code runs on another thread ([`with_rows_locked_off_main`]).
-//! 2. The garbage collector, which runs finalisers of anybody's objects wherever Python makes an object, waits until the code is done
-//!    ([`CollectorPause`]).
-//! 3. What the code drops does not wait for the lock ([`Plan`](embcache::cache::Plan), `TableSnapshot`).
-//! 4. The core refuses whatever else the code does with the rows.
+//! 1. Python may run a signal handler between any two instructions of the main thread, and the handler may access the
+//!    rows. So either signals wait on that thread until the lock is free ([`without_signal_handlers`]), or the code
+//!    runs on another thread ([`with_rows_locked_off_main`]).
+//! 2. The garbage collector, which runs finalizers of arbitrary objects whenever Python creates an object, is paused
+//!    until the code has finished ([`CollectorPause`]).
+//! 3. Objects that the code drops do not wait for the lock ([`Plan`](embcache::cache::Plan), `TableSnapshot`).
+//! 4. The Rust core rejects any other access of the code to the rows.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -19,17 +20,17 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::IntoPyDict;
 
-/// Whether the interpreter is about to end. From then on it gives the GIL to the main thread alone.
+/// True once interpreter exit has started. Afterwards only the main thread can acquire the GIL.
 static ENDING: AtomicBool = AtomicBool::new(false);
 
-/// `atexit` calls this.
+/// Called by `atexit`.
 #[pyfunction]
 fn on_interpreter_exit() {
     ENDING.store(true, Ordering::Release);
     embcache::work_alone();
 }
 
-/// A child was forked. Whoever kept the collector waiting is in the parent.
+/// Resumes the garbage collector in a forked child, where the threads that paused it do not exist.
 #[pyfunction]
 fn resume_collector_in_child(py: Python<'_>) {
     let mut waits = COLLECTOR_PAUSES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -41,7 +42,7 @@ fn resume_collector_in_child(py: Python<'_>) {
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
-    // This waits for the GIL, and so it comes before anybody has the lock of `COLLECTOR_PAUSES`.
+    // Acquires the GIL, so it runs before any thread can hold the lock of `COLLECTOR_PAUSES`.
     COLLECTOR.get_or_try_init(py, || py.import("gc").map(Bound::unbind))?;
     let after_fork = [("after_in_child", wrap_pyfunction!(resume_collector_in_child, module)?)].into_py_dict(py)?;
     py.import("os")?.call_method("register_at_fork", (), Some(&after_fork))?;
@@ -52,11 +53,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// The module `gc`.
 static COLLECTOR: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
-/// How many threads run code that the garbage collector waits for, and whether it was on before the first of them.
+/// Number of threads whose code pauses the garbage collector, and true if it was enabled before the first of them.
 static COLLECTOR_PAUSES: Mutex<(usize, bool)> = Mutex::new((0, false));
 
-/// As long as one of these lives, Python's garbage collector does not run by itself: a finaliser could wait for a thread that wants the rows
-/// which the code in hand keeps from it. Whoever calls `gc.collect()` still runs it.
+/// Pauses Python's automatic garbage collection while it lives: a finalizer could wait for a thread that needs the rows
+/// locked by the current code. Explicit calls of `gc.collect()` still run.
 struct CollectorPause<'py>(Python<'py>);
 
 impl<'py> CollectorPause<'py> {
@@ -83,13 +84,14 @@ impl Drop for CollectorPause<'_> {
     }
 }
 
-/// Call a function of the module `gc`. None of the functions that are called here gives up the GIL, so nobody who has it waits for the lock of
-/// `COLLECTOR_PAUSES`.
+/// Calls a function of the module `gc`. None of the functions called here releases the GIL, so no thread waits for the
+/// lock of `COLLECTOR_PAUSES` while it has the GIL.
 fn call_collector<'py>(py: Python<'py>, function: &str) -> Option<Bound<'py, PyAny>> {
     COLLECTOR.get(py)?.bind(py).call_method0(function).ok()
 }
 
-/// Run Python while the caller keeps kernels from changing rows on the device, or changes them himself. The garbage collector waits meanwhile.
+/// Runs Python code while the caller keeps kernels from changing rows on the device, or changes them itself. The
+/// garbage collector is paused during this time.
 pub(crate) fn with_rows_locked<T>(work: impl FnOnce(Python<'_>) -> T) -> T {
     Python::attach(|py| {
         let _waits = CollectorPause::begin(py);
@@ -97,16 +99,17 @@ pub(crate) fn with_rows_locked<T>(work: impl FnOnce(Python<'_>) -> T) -> T {
     })
 }
 
-/// As [`with_rows_locked`], for a caller who does not hold the GIL and whose thread may be the main one.
+/// Like [`with_rows_locked`], for a caller that does not hold the GIL and whose thread may be the main one.
 pub(crate) fn with_rows_locked_off_main<T: Send>(work: impl FnOnce(Python<'_>) -> T + Send) -> T {
     let run = || with_rows_locked(work);
     if are_deferred() || ENDING.load(Ordering::Acquire) { run() } else { off_main_thread(run) }
 }
 
-/// Do `work`, which takes a lock of the core and runs Python under it, while no signal handler of Python runs.
+/// Runs `work`, which takes a lock of the Rust core and runs Python under it, while no Python signal handler runs.
 ///
-/// Handlers of signals that came before run first, and what they raise is the error here. Handlers of signals that come meanwhile run
-/// afterwards. The caller's thread does the work, because torch keeps its stream, device and number of threads by thread.
+/// Handlers of earlier signals run first; an exception from one is returned. Handlers of signals that arrive during
+/// `work` run afterwards. The work runs on the caller's thread, because torch keeps its stream, device and number of
+/// threads per thread.
 pub(crate) fn without_signal_handlers<T>(py: Python<'_>, work: impl FnOnce(Python<'_>) -> PyResult<T>) -> PyResult<T> {
     // Handlers run on the main thread only.
     let _kept_back = if is_main_thread() { defer_signals(handled_by_python(py)?) } else { None };
@@ -114,10 +117,10 @@ pub(crate) fn without_signal_handlers<T>(py: Python<'_>, work: impl FnOnce(Pytho
     work(py)
 }
 
-/// The signals that have a handler in Python.
+/// Returns the signals that have a Python handler.
 fn handled_by_python(py: Python<'_>) -> PyResult<Vec<i32>> {
     static GET: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    // `signal.getsignal` calls this function and makes enumerations of what it returns, which takes time.
+    // `signal.getsignal` wraps this function and converts its result to enumerations, which is slow.
     let get = GET.get_or_try_init(py, || py.import("_signal")?.getattr("getsignal").map(Bound::unbind))?.bind(py);
     let mut handled = Vec::new();
     for signal in 1..=signals::LAST {
@@ -128,9 +131,10 @@ fn handled_by_python(py: Python<'_>) -> PyResult<Vec<i32>> {
     Ok(handled)
 }
 
-/// Drop something of the core without the GIL. The drop may take locks or wait for threads whose holders want the GIL.
+/// Drops an object of the Rust core without the GIL. The drop may take locks or wait for threads whose holders need the
+/// GIL.
 ///
-/// Where the interpreter has ended they would wait for ever. Then the value is leaked, as the process is about to end anyway.
+/// After interpreter exit they would wait indefinitely. The value is then leaked, since the process is about to end.
 pub(crate) fn drop_detached<T: Send>(value: Option<T>) {
     let mut value = value;
     if Python::try_attach(|py| py.detach(|| drop(value.take()))).is_none() {

@@ -1,4 +1,4 @@
-//! Rows of the device tier, which Python reads.
+//! Rows of the device tier, read by Python.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::error::from_python;
 use crate::foreign::with_rows_locked_off_main;
 use crate::rows::PyGatheredRows;
 
-/// Reads rows of the device tier through a callable of Python.
+/// Reads rows of the device tier through a Python callable.
 pub(crate) struct PythonGather {
     callable: Py<PyAny>,
     vector_floats: usize,

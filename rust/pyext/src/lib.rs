@@ -1,7 +1,8 @@
-//! The Python binding of `embcache`. `_native.pyi` says what Python sees of it.
+//! The Python binding of `embcache`. `_native.pyi` declares its Python API.
 //!
-//! A method makes one call of the core. Every call that can block, take a table's lock or run a kernel releases the GIL first, because
-//! a thread that keeps kernels from a table's rows may be waiting for the GIL, to read rows from the device, and other threads of Python go on.
+//! A method makes one call to the Rust core. Every call that can block, take a table's lock or run a kernel releases
+//! the GIL first: a thread that keeps kernels from a table's rows may be waiting for the GIL to read rows from the
+//! device. Other Python threads continue during the call.
 
 mod blocks;
 mod buckets;
@@ -38,25 +39,26 @@ use pyo3::prelude::*;
 #[global_allocator]
 static ALLOCATOR: ReservingAllocator = ReservingAllocator;
 
-/// The name of the I/O engine that this process uses.
+/// Returns the name of the I/O engine that this process uses.
 #[pyfunction]
 fn io_engine_name() -> PyResult<String> {
     embcache::io::default_engine().map(|engine| engine.name()).map_err(error::to_python)
 }
 
-/// The key of a table that is created under `name`.
+/// Returns the key of a table that is created under `name`.
 #[pyfunction]
 fn table_key(name: &str) -> u64 {
     embcache::types::table_key(name)
 }
 
-/// Whether there is memory for another thread. A thread that begins and gets no memory of its own ends the process, or waits for ever.
+/// True if there is memory for another thread. A thread that starts and cannot allocate memory aborts the process, or
+/// waits indefinitely.
 #[pyfunction]
 fn has_memory_for_threads() -> bool {
     embcache::memory::can_start_threads()
 }
 
-/// The module `torchrec_embcache._native`. This lists all that it exports.
+/// The module `torchrec_embcache._native` with all its exports.
 #[pymodule]
 mod _native {
     #[pymodule_export]

@@ -1,19 +1,21 @@
-//! Hands what the core logs, its `tracing` events, to Python's `logging`.
+//! Forwards the log of the Rust core, its `tracing` events, to Python's `logging`.
 //!
-//! A handler of Python's `logging` is code of the user's. It may use a table, so it must not run while a lock of the core is held, and
-//! events come up on any thread, under any lock. So an event only goes into a queue of the process. A thread of its own, which holds no
-//! lock of the core, takes events out of the queue, takes the GIL and logs them.
+//! A handler of Python's `logging` is user code. It may use a table, so it must not run while a lock of the Rust core
+//! is held, and events occur on any thread, under any lock. So an event is only added to a queue of the process. A
+//! background thread, which holds no lock of the core, takes events from the queue, acquires the GIL and logs them.
 //!
-//! - The queue is bounded. An event that does not fit is counted, and the number is logged.
-//! - The thread starts with the first event of a process. A forked child has a queue of its own, and its first event starts a thread
-//!   there. Where the system gives no thread, events wait for the next [`drain_log`].
-//! - `atexit` logs what is left and ends the thread, which never asks for the GIL of an interpreter that ends. Where a handler is stuck
-//!   then, what waits behind it is not logged.
-//! - The levels are those of Python's loggers. They are read when a table is opened, when a save or a load opens its directory, and when a
-//!   batch is planned or a table is flushed (once a second at most). The core sees them as one atomic number. The queue's thread reads
-//!   none, or it could put those of before in place of newer ones that a caller has read meanwhile.
-//! - What a handler raises goes to `sys.unraisablehook`, and the next event is logged. What the code of loggers raises where the levels are
-//!   read is the caller's error: a signal handler, as that of Ctrl-C, may have raised it there.
+//! - The queue is bounded. Events that do not fit are counted, and their number is logged.
+//! - The thread starts with the first event of a process. A forked child has its own queue, and its first event starts
+//!   a thread there. If the OS cannot start a thread, events wait for the next [`drain_log`].
+//! - `atexit` logs the remaining events and stops the thread, so that it never acquires the GIL of an exiting
+//!   interpreter. If a handler is stuck at that point, the events behind it are not logged.
+//! - The levels are those of Python's loggers. They are read when a table is opened, when a save or a load opens its
+//!   directory, and when a batch is planned or a table is flushed (at most once per second). The core sees them as one
+//!   atomic number. The queue's thread does not read levels, because it could overwrite newer levels that a caller has
+//!   read.
+//! - An exception of a handler goes to `sys.unraisablehook`, and the next event is logged. An exception of logger code
+//!   while the levels are read is the caller's error: a signal handler, such as that of Ctrl-C, may have raised it
+//!   there.
 
 use std::collections::VecDeque;
 use std::fmt::{Debug, Write};
@@ -32,14 +34,15 @@ use tracing::level_filters::LevelFilter;
 use tracing::subscriber::Interest;
 use tracing::{Event, Level, Metadata, Subscriber, span};
 
-/// The logger above those of the core's modules. What no other logger is for goes there.
+/// Parent of the loggers of the core's modules. Receives events that belong to none of them.
 const CORE: &str = "torchrec_embcache.core";
-/// Events that may wait to be logged. More than these come only where a handler is slow or stuck: at about 300 bytes each they take
-/// 300 KiB.
+/// Maximum number of queued events. The limit is reached only if a handler is slow or stuck: at about 300 bytes each
+/// they use 300 KiB.
 const MOST_WAITING: usize = 1024;
-/// Levels are read at most this often where a batch is planned or a table is flushed: reading them costs some microseconds.
+/// Minimum interval between reading levels when a batch is planned or a table is flushed. Reading them takes
+/// microseconds.
 const LEVELS_EVERY: Duration = Duration::from_secs(1);
-/// The end of the interpreter waits so long for a handler that is under way on the queue's thread.
+/// Maximum time that interpreter exit waits for a handler running on the queue's thread.
 const MOST_WAIT_AT_EXIT: Duration = Duration::from_secs(5);
 
 /// The modules of the core that log, with the level of each one's logger.
@@ -50,10 +53,10 @@ static MODULES: [LogModule; 5] = [
     LogModule::new("serve"),
     LogModule::new("ssd"),
 ];
-/// The level of the logger above them.
+/// Level of the parent logger.
 static CORE_LEVEL: AtomicU8 = AtomicU8::new(0);
 
-/// A module of the core and the level of its logger, as [`verbosity`] numbers it.
+/// A module of the core and the level of its logger, as numbered by [`verbosity`].
 struct LogModule {
     name: &'static str,
     level: AtomicU8,
@@ -64,7 +67,7 @@ impl LogModule {
         Self { name, level: AtomicU8::new(0) }
     }
 
-    /// The module that a target (the path of a Rust module) belongs to.
+    /// Returns the module of a target (the path of a Rust module).
     fn for_target(target: &str) -> Option<&'static Self> {
         let name = target.strip_prefix("embcache::")?.split("::").next()?;
         MODULES.iter().find(|module| module.name == name)
@@ -75,7 +78,7 @@ impl LogModule {
     }
 }
 
-/// A level as a number: 0 logs nothing, 5 everything.
+/// Converts a level to a number: 0 logs nothing, 5 everything.
 fn verbosity(level: Level) -> u8 {
     match level {
         Level::ERROR => 1,
@@ -86,36 +89,36 @@ fn verbosity(level: Level) -> u8 {
     }
 }
 
-/// The level of Python's `logging` for a level of the core.
+/// Converts a level to that of Python's `logging`.
 fn python_level(level: Level) -> u8 {
     50 - 10 * verbosity(level).min(4) - if level == Level::TRACE { 5 } else { 0 }
 }
 
-/// Events that are to be logged, and who logs them.
+/// Queue of events to log, and the thread that logs them.
 #[derive(Default)]
 struct LogQueue {
     inner: Mutex<LogBacklog>,
-    /// An event came, or the end.
+    /// Signaled when an event arrives, and at the end.
     arrived: Condvar,
-    /// Nobody logs any more.
+    /// Signaled when no thread is logging.
     idle: Condvar,
 }
 
 #[derive(Default)]
 struct LogBacklog {
     events: VecDeque<LogEvent>,
-    /// Events that did not fit since the last one that was logged.
+    /// Number of events that did not fit since the last one that was logged.
     dropped: u64,
     has_thread: bool,
     /// The thread that is logging.
     logging: Option<ThreadId>,
-    /// Calls that wait to log what is left. The queue's thread leaves it to them.
+    /// Number of calls that wait to log the remaining events. The queue's thread leaves the events to them.
     calls: usize,
-    /// The interpreter ends: nothing is logged any more.
+    /// Set at interpreter exit; later events are dropped.
     ended: bool,
 }
 
-/// An event as it waits to be logged.
+/// A queued event.
 struct LogEvent {
     metadata: &'static Metadata<'static>,
     text: String,
@@ -134,7 +137,8 @@ impl LogQueue {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Add an event. Called under any lock of the core: it waits for nobody but who holds the queue, which nobody does for long.
+    /// Adds an event. May be called under any lock of the core: it only waits for the queue's lock, which is held
+    /// briefly.
     fn push(&'static self, event: LogEvent) {
         let needs_thread = {
             let mut waiting = self.lock();
@@ -159,10 +163,10 @@ impl LogQueue {
         embcache::memory::can_start_threads() && builder.spawn(|| self.log_until_the_end()).is_ok()
     }
 
-    /// What the queue's thread does.
+    /// Main loop of the queue's thread.
     fn log_until_the_end(&self) {
         while let Some(logging) = self.begin_with_an_event() {
-            // A panic of something that a handler called comes back here. It ends neither this thread nor the logging.
+            // Catches panics of functions that a handler calls. They stop neither this thread nor logging.
             let logged = catch_unwind(AssertUnwindSafe(|| {
                 Python::try_attach(|py| {
                     if let Err(error) = logging.log_waiting(py, true) {
@@ -176,7 +180,8 @@ impl LogQueue {
         }
     }
 
-    /// Wait until an event is there and nobody else logs or waits to log, and be who logs. `None` at the end.
+    /// Waits until there is an event and no other thread logs or waits to log, and starts logging. Returns `None` at
+    /// the end.
     fn begin_with_an_event(&self) -> Option<LogGuard<'_>> {
         let mut waiting = self.lock();
         while !waiting.ended {
@@ -193,8 +198,8 @@ impl LogQueue {
         None
     }
 
-    /// Wait until nobody logs, at most so long, and be who logs. `None` where that took too long, and where the caller is a handler: then
-    /// its own thread is logging.
+    /// Waits at most `most` until no other thread logs, and starts logging. Returns `None` after a timeout, and if the
+    /// caller is a handler: its own thread is then logging.
     fn begin(&self, most: Duration) -> Option<LogGuard<'_>> {
         let (me, began) = (std::thread::current().id(), Instant::now());
         let mut waiting = self.lock();
@@ -218,7 +223,7 @@ impl LogQueue {
     }
 }
 
-/// The right to log, which one thread has at a time. It is given back when this is dropped.
+/// The right to log, which one thread has at a time. Released on drop.
 struct LogGuard<'a>(&'a LogQueue);
 
 impl Drop for LogGuard<'_> {
@@ -229,9 +234,10 @@ impl Drop for LogGuard<'_> {
 }
 
 impl LogGuard<'_> {
-    /// Log what waits now. No lock of the core is held. The queue's thread `yields_to_calls` to calls that wait to log the rest.
+    /// Logs the events that are queued at the call. No lock of the core is held. With `yields_to_calls`, the queue's
+    /// thread leaves the rest to calls that wait to log.
     ///
-    /// What a handler raises is the error here only where it is no `Exception`, as after a Ctrl-C.
+    /// Returns an exception of a handler only if it is not an `Exception`, for example after Ctrl-C.
     fn log_waiting(&self, py: Python<'_>, yields_to_calls: bool) -> PyResult<()> {
         let count = self.0.lock().events.len();
         for _ in 0..count {
@@ -252,7 +258,7 @@ impl LogGuard<'_> {
     }
 }
 
-/// Say how many events were dropped, if any were.
+/// Logs the number of dropped events, if there are any.
 fn log_dropped(py: Python<'_>, dropped: u64) -> PyResult<()> {
     if dropped == 0 {
         return Ok(());
@@ -265,7 +271,7 @@ fn log_dropped(py: Python<'_>, dropped: u64) -> PyResult<()> {
 }
 
 impl LogEvent {
-    /// Log it as of the time and the thread of the event.
+    /// Logs the event with its time and thread.
     fn log(&self, py: Python<'_>) -> PyResult<()> {
         let name = LogModule::for_target(self.metadata.target()).map_or_else(|| CORE.to_owned(), LogModule::logger);
         let logger = logger(py, &name)?;
@@ -288,10 +294,10 @@ fn logger<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
     py.import("logging")?.call_method1("getLogger", (name,))
 }
 
-/// Let the core log what Python's loggers take from now on. To be called where no lock of the core is held. After an error the levels are
-/// as before.
+/// Sets the core's log levels to those of Python's loggers. Must be called while no lock of the core is held. After an
+/// error the levels are unchanged.
 pub(crate) fn follow_levels(py: Python<'_>) -> PyResult<()> {
-    // Levels are integers of any size. None is above the largest one here.
+    // Python levels are integers of any size. Larger ones are clamped.
     let number = |level: Bound<'_, PyAny>| level.extract::<i64>().unwrap_or(i64::MAX);
     let least = number(logger(py, CORE)?.getattr("manager")?.getattr("disable")?).saturating_add(1);
     let level_of = |name: &str| -> PyResult<u8> {
@@ -312,16 +318,16 @@ pub(crate) fn follow_levels(py: Python<'_>) -> PyResult<()> {
         changed |= module.level.swap(level, Ordering::Relaxed) != level;
     }
     if changed {
-        // This takes over `max_level_hint`.
+        // Also applies `max_level_hint`.
         tracing::callsite::rebuild_interest_cache();
     }
     Ok(())
 }
 
-/// As [`follow_levels`], once a second at most.
+/// Like [`follow_levels`], at most once per second.
 pub(crate) fn follow_levels_sometimes(py: Python<'_>) -> PyResult<()> {
-    /// A time, and how many milliseconds later the levels are read next. A forked child has its own, or it would wait for as long as its
-    /// parent has lived.
+    /// Start time, and the time of the next read in milliseconds since then. A forked child has its own, or it would
+    /// wait for as long as its parent has lived.
     static NEXT: PerProcess<(Instant, AtomicU64)> = PerProcess::new();
     let Ok((started, next_ms)) = NEXT.get(|| Ok((Instant::now(), AtomicU64::new(0)))) else { return Ok(()) };
     let now = started.elapsed().as_millis() as u64;
@@ -332,12 +338,13 @@ pub(crate) fn follow_levels_sometimes(py: Python<'_>) -> PyResult<()> {
     follow_levels(py)
 }
 
-/// Puts the core's events into the queue.
+/// Adds the core's events to the queue.
 struct PythonSubscriber;
 
 impl Subscriber for PythonSubscriber {
-    /// Every event of a level that some logger takes asks [`Subscriber::enabled`]. If events kept the first answer, one that first comes up
-    /// while another thread changes the levels would keep the answer of before for good.
+    /// Calls [`Subscriber::enabled`] for every event of a level that some logger accepts. If events cached the first
+    /// result, an event that first occurs while another thread changes the levels would keep the old result
+    /// permanently.
     fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
         Interest::sometimes()
     }
@@ -380,7 +387,7 @@ impl Subscriber for PythonSubscriber {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// An event as text: its message, then `key=value` of each field.
+/// Text of an event: its message, then `key=value` of each field.
 #[derive(Default)]
 struct EventText {
     message: String,
@@ -401,8 +408,8 @@ impl Visit for EventText {
     }
 }
 
-/// Read the levels of Python's loggers, and log what waits. Afterwards everything that was logged before the call has been handed to its
-/// handlers, except where one of them made the call.
+/// Reads the levels of Python's loggers, and logs the queued events. On return every event before the call has been
+/// passed to its handlers, unless the caller is a handler.
 #[pyfunction]
 pub(crate) fn drain_log(py: Python<'_>) -> PyResult<()> {
     follow_levels(py)?;
@@ -410,7 +417,7 @@ pub(crate) fn drain_log(py: Python<'_>) -> PyResult<()> {
     py.detach(|| queue.begin(Duration::MAX)).map_or(Ok(()), |logging| logging.log_waiting(py, false))
 }
 
-/// Log what waits, and nothing from then on. To be called by `atexit`.
+/// Logs the queued events, and drops later ones. Called by `atexit`.
 #[pyfunction]
 fn end_log(py: Python<'_>) -> PyResult<()> {
     let queue = LogQueue::of_process();
@@ -418,7 +425,7 @@ fn end_log(py: Python<'_>) -> PyResult<()> {
     let mut waiting = queue.lock();
     waiting.ended = true;
     if logging.is_none() {
-        // A handler is stuck. Where it goes on after all, it must not keep the end waiting once for each event.
+        // A handler is stuck. If it continues after all, it must not delay the exit once per event.
         waiting.events.clear();
     }
     drop(waiting);
@@ -426,10 +433,11 @@ fn end_log(py: Python<'_>) -> PyResult<()> {
     logging.map_or(Ok(()), |logging| logging.log_waiting(py, false))
 }
 
-/// Have the core's events from now on. Where the process has another listener for them already, they stay with that.
+/// Subscribes to the core's events, unless the process already has another global subscriber.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
-    // This comes first, because what `atexit` was given first is called last: the handlers are closed when all is logged.
+    // Imports `logging` first, because `atexit` calls functions in reverse order of registration: the handlers are
+    // closed after everything is logged.
     py.import("logging")?;
     let ends = wrap_pyfunction!(end_log, module)?;
     py.import("atexit")?.call_method1("register", (ends,))?;

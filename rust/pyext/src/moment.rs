@@ -1,4 +1,4 @@
-//! One rank's part of a save beside training.
+//! One rank's part of an asynchronous save.
 
 use std::sync::Mutex;
 
@@ -11,13 +11,13 @@ use crate::error::to_python;
 use crate::foreign::drop_detached;
 use crate::records::{PyAsyncSaveTable, PyManifestDigest, PyTableWriteStats};
 
-/// From now on the calling thread works while others leave it time.
+/// Lowers the priority of the calling thread permanently.
 #[pyfunction]
 pub(crate) fn work_in_background() {
     embcache::checkpoint::work_in_background();
 }
 
-/// The tables of one rank at one moment.
+/// Snapshot of one rank's tables.
 #[pyclass(frozen, name = "CheckpointSnapshot", module = "torchrec_embcache._native")]
 pub(crate) struct PyCheckpointSnapshot {
     inner: Mutex<Option<RankSnapshot>>,

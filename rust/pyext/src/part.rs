@@ -1,4 +1,4 @@
-//! Parts of a checkpoint, and extents.
+//! Checkpoint parts and dense extents.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -17,7 +17,8 @@ use crate::foreign::drop_detached;
 use crate::records::{PyAsyncSaveTable, PyStreamRange, PyTableWriteStats, PyWrittenPart};
 use crate::table::PyTable;
 
-/// Remove the parts in a directory that nobody holds. Returns why some could not be removed.
+/// Removes the checkpoint parts in a directory that no process holds. Returns an error for each part that could not be
+/// removed.
 #[pyfunction]
 #[pyo3(name = "remove_stale_parts")]
 pub(crate) fn remove_orphan_parts(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<Vec<String>> {
@@ -25,7 +26,7 @@ pub(crate) fn remove_orphan_parts(py: Python<'_>, directory: &PyCheckpointDirect
     Ok(left.iter().map(Error::to_string).collect())
 }
 
-/// What one rank writes of a save whose ranks agree on nothing before its end.
+/// The part of a checkpoint that one rank writes without communicating before the end.
 #[pyclass(frozen, name = "CheckpointPart", module = "torchrec_embcache._native")]
 pub(crate) struct PyCheckpointPart {
     inner: Mutex<Option<CheckpointPart>>,

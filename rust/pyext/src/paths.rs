@@ -1,4 +1,4 @@
-//! Directories of SSD tiers that users name.
+//! User directories of SSD tiers.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::directory::checks_from;
 use crate::error::to_python;
 
-/// A user's `ssd_dir`, and the rules that it is held to.
+/// A user's `ssd_dir`, and its path checks.
 #[derive(Clone, Debug)]
 pub(crate) struct CheckedSsdDir {
     path: PathBuf,
@@ -24,17 +24,18 @@ impl CheckedSsdDir {
         Ok(Self { path, checks: checks_from(checks)? })
     }
 
-    /// Check and hold the directory. Returns its absolute path, and an engine that works in it whatever becomes of the path.
+    /// Checks and opens the directory. Returns its absolute path, and an engine that works in it even if the path is
+    /// replaced.
     pub(crate) fn engine(&self) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
         let (path, directory) = open_for_ssd(&self.path, self.checks)?;
-        // What others can read is no danger to a tier.
+        // Files that others can read are harmless for an SSD tier.
         let checks = if self.checks == PathChecks::Strict { PathChecks::Basic } else { self.checks };
         let engine = ConfinedEngine::engine(default_engine()?, &path, directory, checks.entry_check());
         Ok((path, engine))
     }
 }
 
-/// Check a user's `ssd_dir`. Returns its absolute path.
+/// Checks a user's `ssd_dir`. Returns its absolute path.
 #[pyfunction]
 #[pyo3(signature = (ssd_dir, path_checks))]
 pub(crate) fn check_ssd_dir(py: Python<'_>, ssd_dir: PathBuf, path_checks: &str) -> PyResult<OsString> {
@@ -42,7 +43,7 @@ pub(crate) fn check_ssd_dir(py: Python<'_>, ssd_dir: PathBuf, path_checks: &str)
     py.detach(|| directory_for_ssd(&root.path, root.checks)).map(PathBuf::into_os_string).map_err(to_python)
 }
 
-/// A path as a user gave it, made absolute. `field` is the name that messages have for it.
+/// Makes a user's path absolute. `field` is its name in messages.
 #[pyfunction]
 #[pyo3(signature = (field, path))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
@@ -50,7 +51,7 @@ pub(crate) fn check_path(field: &str, path: PathBuf) -> PyResult<OsString> {
     embcache::paths::checked_user_path(field, &path).map(PathBuf::into_os_string).map_err(to_python)
 }
 
-/// The directory of a table's shard below `ssd_dir`.
+/// Returns the directory of a table's shard below `ssd_dir`.
 #[pyfunction]
 #[pyo3(signature = (ssd_dir, module, table, rank, world_size))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
@@ -58,7 +59,7 @@ pub(crate) fn table_dir(ssd_dir: PathBuf, module: &str, table: &str, rank: u32, 
     ssd_dir.join(encode_name(module)).join(encode_name(table)).join(format!("{rank}-of-{world_size}")).into_os_string()
 }
 
-/// A directory in which the directories of tables lie, and the marks of their flushes.
+/// A directory that contains the directories of tables, and the commit records of their flushes.
 #[pyclass(frozen, name = "CommitDirectory", module = "torchrec_embcache._native")]
 pub(crate) struct PyCommitDirectory {
     inner: CommitDirectory,
@@ -66,7 +67,7 @@ pub(crate) struct PyCommitDirectory {
 }
 
 impl PyCommitDirectory {
-    /// An engine that works in the directory, whatever becomes of its path.
+    /// Returns an engine that works in the directory, even if its path is replaced.
     pub(crate) fn engine(&self) -> Arc<dyn IoEngine> {
         Arc::clone(&self.engine)
     }

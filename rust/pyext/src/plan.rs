@@ -16,7 +16,7 @@ use crate::rows::{DeviceArrayArgs, PyFetchedRows, PyRowOccurrences, borrow_devic
 /// One batch, whose rows are pinned.
 #[pyclass(frozen, name = "Plan", module = "torchrec_embcache._native")]
 pub(crate) struct PyPlan {
-    /// It is `None` only while it is dropped.
+    /// `None` only during drop.
     inner: Option<Plan>,
 }
 
@@ -29,7 +29,7 @@ impl PyPlan {
         self.inner.as_ref().ok_or_else(|| to_python(Error::new(Kind::State, "the plan is gone")))
     }
 
-    /// The sums of the gradients of refused ids that `work` finds in the gradient of the output.
+    /// Returns the gradient sums of ids that were not admitted, computed by `work` from the output's gradient.
     fn oov_gradient_sums<'py>(
         &self,
         py: Python<'py>,

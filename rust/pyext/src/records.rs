@@ -1,4 +1,4 @@
-//! What crosses the border as a value with named fields: frozen, compared by its fields, and pickled where ranks send it to each other.
+//! Values with named fields that cross the FFI boundary: frozen, compared by field, and pickled if ranks exchange them.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use crate::table::PyTable;
 
-/// What identifies a manifest: its length and its XXH3.
+/// Identifies a manifest by its length and its XXH3.
 #[pyclass(frozen, get_all, eq, hash, from_py_object, name = "ManifestDigest", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PyManifestDigest {
@@ -46,7 +46,7 @@ impl From<PyManifestDigest> for RankDigest {
     }
 }
 
-/// What identifies a checkpoint: its name and the XXH3 of its manifest.
+/// Identifies a checkpoint by its name and the XXH3 of its manifest.
 #[pyclass(frozen, get_all, eq, hash, from_py_object, name = "CheckpointId", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PyCheckpointId {
@@ -82,7 +82,7 @@ impl From<PyCheckpointId> for CheckpointId {
     }
 }
 
-/// A checkpoint that a delta of a table can build on, and the first epoch whose changes it does not have.
+/// A checkpoint on which a delta of a table can be based, and the first epoch whose changes it does not have.
 #[pyclass(frozen, get_all, eq, hash, from_py_object, name = "BaseCheckpoint", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PyBaseCheckpoint {
@@ -120,7 +120,7 @@ impl From<PyBaseCheckpoint> for BaseCheckpoint {
     }
 }
 
-/// What writing one table made.
+/// Result of writing one table.
 #[pyclass(frozen, get_all, name = "TableWriteStats", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PyTableWriteStats {
@@ -145,7 +145,7 @@ impl PyTableWriteStats {
     }
 }
 
-/// What publishing a checkpoint did.
+/// Result of publishing a checkpoint.
 #[pyclass(frozen, get_all, name = "PublishedCheckpoint", module = "torchrec_embcache._native")]
 pub(crate) struct PyPublishedCheckpoint {
     id: PyCheckpointId,
@@ -160,7 +160,7 @@ impl From<checkpoint::PublishedCheckpoint> for PyPublishedCheckpoint {
     }
 }
 
-/// The result of a copy of a checkpoint.
+/// Result of copying a checkpoint.
 #[pyclass(frozen, get_all, name = "CheckpointCopyReport", module = "torchrec_embcache._native")]
 pub(crate) struct PyCheckpointCopyReport {
     names: Vec<String>,
@@ -175,7 +175,7 @@ impl From<checkpoint::CheckpointCopyReport> for PyCheckpointCopyReport {
     }
 }
 
-/// The result of a removal of checkpoints.
+/// Result of removing checkpoints.
 #[pyclass(frozen, get_all, name = "PruneReport", module = "torchrec_embcache._native")]
 pub(crate) struct PyPruneReport {
     removed: Vec<String>,
@@ -189,11 +189,11 @@ impl From<checkpoint::PruneReport> for PyPruneReport {
     }
 }
 
-/// A part that one rank wrote, for the coordinator to take over.
+/// A part that one rank wrote, to be adopted by the coordinator.
 #[pyclass(frozen, get_all, from_py_object, name = "WrittenPart", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug)]
 pub(crate) struct PyWrittenPart {
-    /// It may be no UTF-8.
+    /// May be invalid UTF-8.
     pub(crate) directory: OsString,
     pub(crate) name: String,
     pub(crate) digest: PyManifestDigest,
@@ -215,14 +215,14 @@ impl PyWrittenPart {
     }
 }
 
-/// A range of a rank's stream of extents.
+/// A range of a rank's dense stream.
 #[pyclass(frozen, get_all, name = "StreamRange", module = "torchrec_embcache._native")]
 pub(crate) struct PyStreamRange {
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
 }
 
-/// A table that is to be held and written beside training.
+/// A table to save asynchronously.
 #[pyclass(frozen, name = "AsyncSaveTable", module = "torchrec_embcache._native")]
 pub(crate) struct PyAsyncSaveTable {
     pub(crate) module: String,
@@ -245,7 +245,7 @@ impl PyAsyncSaveTable {
     }
 }
 
-/// What the newest checkpoint of a directory says of itself.
+/// Metadata of the latest checkpoint of a directory.
 #[pyclass(frozen, get_all, name = "NewestCheckpoint", module = "torchrec_embcache._native")]
 pub(crate) struct PyNewestCheckpoint {
     id: PyCheckpointId,
@@ -268,7 +268,7 @@ impl PyNewestCheckpoint {
     }
 }
 
-/// Counts of what changed in a table since a checkpoint. Pickled.
+/// Counts of a table's changes since a checkpoint. Pickled.
 #[pyclass(frozen, get_all, eq, from_py_object, name = "ChangeCounts", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PyChangeCounts {
@@ -290,7 +290,7 @@ impl PyChangeCounts {
     }
 }
 
-/// What a checkpoint says of one of its tables.
+/// Metadata of one table of a checkpoint.
 #[pyclass(frozen, get_all, name = "SavedTable", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug)]
 pub(crate) struct PySavedTable {

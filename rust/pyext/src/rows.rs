@@ -1,6 +1,7 @@
-//! Rows as numpy arrays that Python holds.
+//! Rows as numpy arrays.
 //!
-//! Shapes: n rows, V floats of a row's vector part, U distinct rows of a plan, M rows that a plan fetched, S slots of a device tier.
+//! Shapes: n rows, V floats of a row's vector part, U distinct rows of a plan, M rows that a plan fetched, S slots of a
+//! device tier.
 
 use embcache::rows::RowHeader;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
@@ -9,7 +10,7 @@ use pyo3::prelude::*;
 use crate::buffers::{DeviceArrayBorrows, MetadataArrays, matrix, scalars_to_python};
 use crate::error::input;
 
-/// What is known of rows beside their values.
+/// Metadata of rows.
 #[pyclass(frozen, get_all, name = "RowMetadata", module = "torchrec_embcache._native")]
 pub(crate) struct PyRowMetadata {
     count: Py<PyArray1<u32>>,
@@ -50,7 +51,7 @@ impl PyRowMetadata {
         Py::new(py, metadata)
     }
 
-    /// The arrays, which nobody may write while they are borrowed.
+    /// Borrows the arrays, which must not be written during this time.
     pub(crate) fn borrowed<'py>(&self, py: Python<'py>) -> PyResult<MetadataArrays<'py>> {
         Ok(MetadataArrays {
             count: self.count.bind(py).try_readonly()?,
@@ -61,7 +62,7 @@ impl PyRowMetadata {
     }
 }
 
-/// Rows with everything that belongs to them.
+/// Rows with values and metadata.
 #[pyclass(frozen, get_all, name = "RowBlock", module = "torchrec_embcache._native")]
 pub(crate) struct PyRowBlock {
     ids: Py<PyArray1<i64>>,
@@ -103,7 +104,7 @@ impl PyRowBlock {
     }
 }
 
-/// The rows of some ids, in the order of the ids. Where an id has no row, these are the values that it would be born with.
+/// The rows of some ids, in the order of the ids. For an id without a row, its initial value.
 #[pyclass(frozen, get_all, name = "FoundRows", module = "torchrec_embcache._native")]
 pub(crate) struct PyFoundRows {
     found: Py<PyArray1<bool>>,
@@ -136,7 +137,7 @@ impl PyFoundRows {
     }
 }
 
-/// The rows that a plan fetched for a device tier, and the slots that they are to be scattered to.
+/// The rows that a plan fetched for a device tier, and their target slots.
 #[pyclass(frozen, get_all, name = "FetchedRows", module = "torchrec_embcache._native")]
 pub(crate) struct PyFetchedRows {
     pub(crate) slots: Py<PyArray1<i64>>,
@@ -151,7 +152,7 @@ impl PyFetchedRows {
     }
 }
 
-/// The rows of some slots of a device tier, as a callable of Python gathered them.
+/// The rows of some slots of a device tier, gathered by a Python callable.
 #[pyclass(frozen, get_all, name = "GatheredRows", module = "torchrec_embcache._native")]
 pub(crate) struct PyGatheredRows {
     pub(crate) vectors: Py<PyArray2<f32>>,
@@ -209,10 +210,10 @@ impl PyDeviceArrays {
     }
 }
 
-/// The device arrays of each table of a lookup as Python gives them; `None` for a table whose kernels run on the host tier.
+/// Device arrays of each table of a lookup, from Python; `None` for a table whose kernels run on the host tier.
 pub(crate) type DeviceArrayArgs = Option<Vec<Option<Py<PyDeviceArrays>>>>;
 
-/// The arrays of `args`, which nobody else may read or write while they are borrowed.
+/// Borrows the arrays of `args`, which must not be read or written by other code during this time.
 pub(crate) fn borrow_device<'py>(
     py: Python<'py>,
     args: &DeviceArrayArgs,

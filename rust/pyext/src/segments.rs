@@ -1,4 +1,4 @@
-//! The segments of a linked checkpoint on their way into a table.
+//! The segments of a linked checkpoint, from which a table is opened.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use embcache::lifecycle::{BucketCounts, OovRow, StepClock};
 use embcache::ssd::{LinkedSegments, StateCounters};
 use pyo3::prelude::*;
 
-/// What a table's SSD tier consisted of when a linked checkpoint was saved.
+/// State of a table's SSD tier when a linked checkpoint was saved.
 #[pyclass(frozen, name = "LinkedSegments", module = "torchrec_embcache._native")]
 pub(crate) struct PyLinkedSegments {
     pub(crate) files: Arc<LinkedSegments>,

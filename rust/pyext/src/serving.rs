@@ -1,6 +1,7 @@
 //! Serving: read-only tables of checkpoints. Shapes: N ids, B bags, D a table's width.
 //!
-//! A lookup holds no lock and no GIL. What follows a directory is a thread of the core's, which knows no Python.
+//! A lookup holds no lock and not the GIL. A directory is followed by a thread of the Rust core, which does not use
+//! Python.
 
 use std::process;
 use std::sync::{Arc, Mutex};
@@ -21,7 +22,7 @@ use crate::directory::PyCheckpointDirectory;
 use crate::error::to_python;
 use crate::logging::{follow_levels, follow_levels_sometimes};
 
-/// What ids without a row read, by its name. "value" reads `value` in every column.
+/// Parses the name of the value read for missing ids. "value" reads `value` in every column.
 fn missing_read_from(name: &str, value: f32) -> PyResult<MissingRead> {
     match name {
         "zeros" => Ok(MissingRead::Zeros),
@@ -45,21 +46,22 @@ fn pooling_from(name: &str) -> PyResult<PoolingMode> {
     }
 }
 
-/// A number of seconds as a duration. `name` names it in the error.
+/// Converts a number of seconds to a duration. `name` is its name in the error.
 fn seconds(name: &str, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds).map_err(|_| {
         to_python(Error::new(Kind::Config, format!("{name}={seconds} is no duration: give seconds from 0 to 2^64")))
     })
 }
 
-/// A thread that follows a directory, and the process that has it. A forked child has the handle, and not the thread.
+/// A thread that follows a directory, and the process that started it. A forked child has the handle, but not the
+/// thread.
 struct FollowerThread {
     process: u32,
     follower: Option<ServingFollower>,
 }
 
 impl Drop for FollowerThread {
-    /// End the thread, and wait for it where it is one of this process.
+    /// Stops the thread and waits for it, if it belongs to this process.
     fn drop(&mut self) {
         if self.process != process::id() {
             std::mem::forget(self.follower.take());
@@ -67,7 +69,7 @@ impl Drop for FollowerThread {
     }
 }
 
-/// A directory of checkpoints that is served.
+/// A served directory of checkpoints.
 #[pyclass(frozen, name = "TableServer", module = "torchrec_embcache._native")]
 pub(crate) struct PyTableServer {
     inner: Arc<TableServer>,
@@ -108,7 +110,7 @@ impl PyTableServer {
         self.inner.pin().map(|inner| PyServedVersion { inner }).map_err(to_python)
     }
 
-    /// The name of the version that is served from now on, where it is a newer one.
+    /// Polls for a newer checkpoint. Returns its name if it is served after the call.
     fn poll(&self, py: Python<'_>) -> PyResult<Option<String>> {
         follow_levels(py)?;
         match with_signal_checks(py, |wait| self.inner.poll_while(wait))? {
@@ -121,7 +123,7 @@ impl PyTableServer {
         py.detach(|| self.inner.rollback()).map(|name| name.to_string()).map_err(to_python)
     }
 
-    /// Start the thread that polls, in place of one that was started before.
+    /// Starts the polling thread, and stops an earlier one.
     fn follow(&self, py: Python<'_>, every_seconds: f64) -> PyResult<()> {
         let every = seconds("poll_seconds", every_seconds)?;
         py.detach(|| {
@@ -133,7 +135,7 @@ impl PyTableServer {
         .map_err(to_python)
     }
 
-    /// End the thread that polls; harmless twice.
+    /// Stops the polling thread. Idempotent.
     fn stop(&self, py: Python<'_>) {
         py.detach(|| drop(lock(&self.following).take()));
     }
@@ -143,7 +145,7 @@ impl PyTableServer {
     }
 }
 
-/// One checkpoint that is served. It stays whole for as long as this lives.
+/// A served checkpoint, which stays readable while this exists.
 #[pyclass(frozen, name = "ServedVersion", module = "torchrec_embcache._native")]
 pub(crate) struct PyServedVersion {
     inner: Arc<ServedVersion>,
@@ -156,7 +158,7 @@ impl PyServedVersion {
         self.inner.name().to_string()
     }
 
-    /// When it was published, in seconds since 1970.
+    /// Publication time in seconds since 1970.
     #[getter]
     fn published_at(&self) -> f64 {
         self.inner.published().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
@@ -166,7 +168,7 @@ impl PyServedVersion {
         self.inner.tables().iter().map(|table| PyServedTable { inner: Arc::clone(table) }).collect()
     }
 
-    /// The table of this name, or of "module/name". The error is `Mismatch` and lists the tables that there are.
+    /// Returns the table `name`, or "module/name". Returns `Mismatch`, which lists the tables, if there is none.
     fn table(&self, name: &str) -> PyResult<PyServedTable> {
         self.inner.table(name).map(|table| PyServedTable { inner: Arc::clone(table) }).map_err(to_python)
     }
@@ -204,19 +206,19 @@ impl PyServedTable {
         self.inner.rows()
     }
 
-    /// How the served files store weights: "fp32", "fp16", "bf16" or "int8".
+    /// Precision of the weights in the served files: "fp32", "fp16", "bf16" or "int8".
     #[getter]
     fn precision(&self) -> &'static str {
         self.inner.precision().name()
     }
 
-    /// Bytes of a row that is stored so.
+    /// Bytes of a row in that precision.
     #[getter]
     fn stored_bytes(&self) -> usize {
         self.inner.precision().row_bytes(self.inner.dim())
     }
 
-    /// Fill `out` [N, `stored_bytes`] and `found` [N]. Returns how many ids have no row.
+    /// Fills `out` [N, `stored_bytes`] and `found` [N]. Returns the number of missing ids.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
     fn lookup_stored(
         &self,
@@ -230,7 +232,7 @@ impl PyServedTable {
         py.detach(|| self.inner.lookup_stored(ids, out, found)).map_err(to_python)
     }
 
-    /// Fill `out` [N, D] and `found` [N]. Returns how many ids have no row.
+    /// Fills `out` [N, D] and `found` [N]. Returns the number of missing ids.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
     fn lookup(
         &self,
@@ -244,7 +246,8 @@ impl PyServedTable {
         py.detach(|| self.inner.lookup(ids, out, found)).map_err(to_python)
     }
 
-    /// Fill `out` [B, D] with the bags that `offsets` [B + 1] divide `ids` [N] into. Returns how many ids have no row.
+    /// Fills `out` [B, D] with the pooled bags into which `offsets` [B + 1] divide `ids` [N]. Returns the number of
+    /// missing ids.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
     #[pyo3(signature = (ids, offsets, pooling, weights, out))]
     fn lookup_pooled(
@@ -268,7 +271,7 @@ impl PyServedTable {
     }
 }
 
-/// Counters of a directory that is served.
+/// Statistics of a served directory.
 #[pyclass(frozen, get_all, name = "ServingStats", module = "torchrec_embcache._native")]
 pub(crate) struct PyServingStats {
     version: String,
@@ -319,7 +322,7 @@ impl From<ServingStats> for PyServingStats {
     }
 }
 
-/// What making an index did.
+/// Result of building a serving index.
 #[pyclass(frozen, get_all, name = "ServeIndexReport", module = "torchrec_embcache._native")]
 pub(crate) struct PyServeIndexReport {
     checkpoint: String,
@@ -341,8 +344,8 @@ impl From<ServeIndexReport> for PyServeIndexReport {
     }
 }
 
-/// Hold the index file of a checkpoint against its rows. Returns how many rows it has; `None` where there is no such file, or one that servers
-/// make anew.
+/// Verifies the index file of a checkpoint against its rows. Returns its number of rows; `None` if there is no such
+/// file, or one that servers rebuild.
 #[pyfunction]
 #[pyo3(signature = (directory, at=None))]
 pub(crate) fn check_serving_index(
@@ -354,7 +357,7 @@ pub(crate) fn check_serving_index(
     with_signal_checks(py, |wait| embcache::serve::check_index(&directory.inner, at, wait))
 }
 
-/// Make the index of a checkpoint beside it, where it is not there yet.
+/// Builds the index file of a checkpoint, if it does not exist.
 #[pyfunction]
 #[pyo3(signature = (directory, at=None))]
 pub(crate) fn build_serving_index(

@@ -1,4 +1,4 @@
-//! The settings of tables and plans, as Python gives them.
+//! Settings of tables and plans, from Python.
 
 use std::num::NonZeroU64;
 
@@ -14,7 +14,7 @@ pub(crate) fn config_error(message: String) -> PyErr {
     to_python(Error::new(Kind::Config, message))
 }
 
-/// How the rows of a table are born.
+/// Initializer of a table's rows.
 #[pyclass(frozen, name = "RowInitializer", module = "torchrec_embcache._native")]
 pub(crate) struct PyRowInitializer {
     pub(crate) core: InitializerSpec,
@@ -52,7 +52,7 @@ impl PyRowInitializer {
     }
 }
 
-/// Which ids get a row.
+/// Admission rule: which ids get a row.
 #[pyclass(frozen, name = "RowAdmission", module = "torchrec_embcache._native")]
 pub(crate) struct PyRowAdmission {
     pub(crate) core: AdmissionRule,
@@ -87,7 +87,7 @@ impl PyRowAdmission {
     }
 }
 
-/// Which rows leave a table in a sweep.
+/// Eviction rule: the rows that a sweep expires.
 #[pyclass(frozen, name = "SweepRule", module = "torchrec_embcache._native")]
 pub(crate) struct PyEvictionRule {
     pub(crate) core: EvictionRule,
@@ -148,7 +148,7 @@ impl PyEvictionRule {
     }
 }
 
-/// What is read for an id that has no row: "zeros", "initial", "oov" or a number.
+/// Value read for a missing id: "zeros", "initial", "oov" or a number.
 #[derive(FromPyObject)]
 pub(crate) enum PyMissingRead {
     Value(f32),
@@ -156,7 +156,7 @@ pub(crate) enum PyMissingRead {
 }
 
 impl PyMissingRead {
-    /// As the core has it; the error names `field`.
+    /// Returns the native form. The error names `field`.
     pub(crate) fn core(&self, field: &str) -> PyResult<MissingRead> {
         match self {
             Self::Value(value) if value.is_finite() => Ok(MissingRead::Value(*value)),
@@ -173,7 +173,7 @@ impl PyMissingRead {
     }
 }
 
-/// How a plan treats the ids of its batch.
+/// Treatment of a batch's ids by a plan.
 #[pyclass(frozen, get_all, name = "PlanMode", module = "torchrec_embcache._native")]
 pub(crate) struct PyPlanMode {
     pub(crate) train: bool,
@@ -182,7 +182,7 @@ pub(crate) struct PyPlanMode {
 }
 
 impl PyPlanMode {
-    /// This mode, for a plan for which so many threads may work.
+    /// Returns this mode for a plan that uses `threads` threads.
     pub(crate) fn on(&self, threads: usize) -> PyResult<PlanMode> {
         Ok(PlanMode {
             train: self.train,
@@ -207,7 +207,7 @@ impl PyPlanMode {
     }
 }
 
-/// How many bytes a row takes of each budget in memory.
+/// Bytes of a row in each memory budget.
 #[pyclass(frozen, get_all, name = "RowBytes", module = "torchrec_embcache._native")]
 pub(crate) struct PyRowBytes {
     pub(crate) host: u64,
@@ -224,7 +224,7 @@ impl PyRowBytes {
     }
 }
 
-/// How often a table was trained, and by which epoch its rows are marked now.
+/// Number of training steps of a table, and its current epoch.
 #[pyclass(frozen, get_all, name = "TableCounters", module = "torchrec_embcache._native")]
 pub(crate) struct PyTableCounters {
     pub(crate) step: u64,
@@ -273,7 +273,7 @@ pub(crate) fn on_full_from(name: &str) -> PyResult<OnFull> {
     })
 }
 
-/// `unfinished`: the newest state that no flush of several tables completed, for "auto".
+/// Parses `reopen`. `unfinished`: commit id of the latest state that no flush of several tables completed, for "auto".
 pub(crate) fn reopen_from(name: Option<&str>, unfinished: Option<u64>) -> PyResult<ReopenMode> {
     Ok(match name {
         None => ReopenMode::Never,

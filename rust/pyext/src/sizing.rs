@@ -1,4 +1,4 @@
-//! What is measured of budgets other than those of a table.
+//! Measurements for sizing the budgets of a table.
 
 use embcache::cache::{INDEX_BYTES_PER_ROW, Table, device_row_bytes, host_row_bytes};
 use embcache::sizing::MissRatioCurve;
@@ -44,8 +44,8 @@ impl PyMissRatioCurve {
     }
 }
 
-/// The curve of the table's policy, then that of `lru` where that is another; `None` where nothing is measured. With `reset` it counts from
-/// zero on.
+/// Returns the curve of the table's policy, then that of `lru` if the policy differs; `None` if nothing is measured.
+/// With `reset` the counts restart at zero.
 #[pyfunction]
 #[pyo3(signature = (table, *, reset))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
@@ -59,7 +59,7 @@ pub(crate) fn miss_ratio_curves(
     Ok(curves.map(|curves| curves.iter().map(|curve| PyMissRatioCurve::new(py, curve)).collect()))
 }
 
-/// How many bytes one row takes of each budget.
+/// Returns the bytes of one row in each budget.
 #[pyfunction]
 pub(crate) fn row_bytes(dim: usize, optimizer: &str, policy: &str) -> PyResult<PyRowBytes> {
     let layout = optimizer_from(optimizer)?.layout(dim);

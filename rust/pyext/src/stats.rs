@@ -1,7 +1,7 @@
-//! The counters of a table and of its tiers, as Python sees them.
+//! Counters of a table and of its tiers, exported to Python.
 //!
-//! Each class lists its counters once. The names are those of the core's fields, of the attributes in `_native.pyi`, and of the fields
-//! in `stats.py`; a test compares the last two with the classes here.
+//! Each class lists its counters once. The names are those of the core's fields, of the attributes in `_native.pyi`,
+//! and of the fields in `stats.py`; a test compares the last two with the classes here.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,8 @@ use embcache::cache::TableStats;
 use embcache::stats::{AdmissionStats, EvictionStats, HistogramSnapshot, SsdStats, TierStats};
 use pyo3::prelude::*;
 
-/// A frozen class with an attribute for each counter, made of the core's structure that has fields of the same names.
+/// Defines a frozen class with an attribute per counter, converted from a structure of the Rust core that has fields of
+/// the same names.
 macro_rules! counters {
     ($(#[$about:meta])* $class:ident, $name:tt, $core:ty { $($counter:ident: $kind:ty),+ $(,)? } $(, $inner:ident: $of:ty)* $(,)?) => {
         $(#[$about])*
@@ -51,7 +52,7 @@ counters! {
 }
 
 counters! {
-    /// How often durations of which sizes were counted.
+    /// A histogram of durations.
     PyHistogram, "Histogram", HistogramSnapshot {
         count: u64,
         sum_ns: u64,

@@ -8,7 +8,8 @@ use crate::error::to_python;
 use crate::settings::PyEvictionRule;
 use crate::table::PyTable;
 
-/// Sweep tables by the rules beside them, or by their own where that is `None`. No signal of Python's comes between two of them.
+/// Sweeps tables by the rules in `rules`, or by a table's own rule for `None`. No Python signal handler runs between
+/// two of them.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
 pub(crate) fn sweep_tables(

@@ -1,4 +1,4 @@
-//! A table of the core, and the export of its rows.
+//! The native Table, and the export of its rows.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ use crate::settings::{
 };
 use crate::stats::PyTableStats;
 
-/// How long a call waits in the core before it lets Python handle signals.
+/// Maximum time that a call waits in the Rust core before Python can handle signals.
 const SIGNALS_EVERY: Duration = Duration::from_millis(50);
 
 /// One table shard.
@@ -42,7 +42,8 @@ pub(crate) struct PyTable {
 }
 
 impl PyTable {
-    /// Wait until no save beside training holds the rows. Python's signal handlers run meanwhile, so that Ctrl-C ends the wait.
+    /// Waits until no asynchronous save has a snapshot of the rows. Python's signal handlers run during this time, so
+    /// that Ctrl-C ends the wait.
     fn wait_for_save(&self, py: Python<'_>) -> PyResult<()> {
         while !py.detach(|| self.inner.wait_for_save(SIGNALS_EVERY)).map_err(to_python)? {
             py.check_signals()?;
@@ -51,7 +52,7 @@ impl PyTable {
     }
 }
 
-/// Open a table, from `segments` where they are given, below the directory `ssd_root`.
+/// Opens a table below the directory `ssd_root`, from `segments` if given.
 fn open_table(
     config: TableConfig,
     gather: Option<Py<PyAny>>,
@@ -299,7 +300,7 @@ impl PyTable {
         self.wait_for_save(py)?;
         py.detach(|| self.inner.clear()).map_err(to_python)
     }
-    /// Apply the table's rule of eviction after the present step, or the one that is given for it.
+    /// Applies the table's eviction rule, or `rule`, after the current step.
     #[pyo3(signature = (rule=None))]
     fn sweep(&self, py: Python<'_>, rule: Option<&PyEvictionRule>) -> PyResult<()> {
         let rule = rule.map(|rule| &rule.core);
@@ -322,7 +323,7 @@ impl PyTable {
     fn check_time(&self, py: Python<'_>, time: u64) -> PyResult<()> {
         py.detach(|| self.inner.check_time(time)).map_err(to_python)
     }
-    /// The queue of the rows that are evicted from now on.
+    /// Returns the queue of rows that are evicted after this call.
     fn start_evicted_queue(&self, py: Python<'_>) -> PyResult<PyEvictedQueue> {
         py.detach(|| self.inner.start_evicted_queue()).map(|inner| PyEvictedQueue { inner }).map_err(to_python)
     }
@@ -333,7 +334,8 @@ impl PyTable {
     fn end_evicted_queue(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.end_evicted_queue()).map_err(to_python)
     }
-    /// Count the rows by where they stand in the order of a sweep after `step`, unless the version is another one by then.
+    /// Counts the rows by rank key in the eviction order after `step`. Returns `None` if `version` is given and the
+    /// table's version differs from it.
     #[pyo3(signature = (step, ranges, version))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn score_histogram(

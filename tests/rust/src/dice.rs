@@ -1,8 +1,8 @@
-//! Random numbers that a seed fixes, and the ids of random batches.
+//! Seeded random numbers, and the ids of random batches.
 
 use embcache::types::{Id, hash_id};
 
-/// Numbers that a seed fixes.
+/// Random numbers that are determined by a seed.
 #[derive(Debug)]
 pub struct Dice(pub u64);
 
@@ -13,7 +13,7 @@ impl Dice {
         hash_id(self.0 as Id) % sides
     }
 
-    /// Ids of which a few come often and most come once.
+    /// Ids, of which a few occur often and most occur once.
     pub fn ids(&mut self, count: usize) -> Vec<Id> {
         let one = |dice: &mut Self| match dice.roll(4) {
             0 => dice.roll(8) as Id - 4,
@@ -24,7 +24,7 @@ impl Dice {
     }
 }
 
-/// The bits of values, which compare as the values do but for zeros and NaNs.
+/// The bits of values. They compare like the values except for zeros and NaNs.
 pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }

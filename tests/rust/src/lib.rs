@@ -1,4 +1,4 @@
-//! What the test files share: a table with all that its caller provides, and an SSD tier by itself.
+//! Helpers shared by the tests: a table with everything that its caller provides, and a standalone SSD tier.
 
 pub mod dice;
 pub mod ssd;
@@ -21,31 +21,31 @@ use embcache::types::{CacheSlot, DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
 pub use watch::watched;
 
-/// How many times as long as by default random tests run: `EMBCACHE_STRESS`, or 1.
+/// Factor by which random tests run longer than by default: `EMBCACHE_STRESS`, or 1.
 ///
 /// # Panics
 ///
-/// Panics when the variable is no number.
+/// Panics if the variable is not a number.
 pub fn times() -> u64 {
     std::env::var("EMBCACHE_STRESS").map_or(1, |text| text.parse().expect("EMBCACHE_STRESS is a number"))
 }
 
-/// The directory `path` of an engine, as checkpoints take it.
+/// The directory `path` of an engine, for checkpoints.
 pub fn directory_in(engine: &Arc<dyn IoEngine>, path: impl AsRef<Path>) -> CheckpointDirectory {
     CheckpointDirectory::with_engine(Arc::clone(engine), path.as_ref())
 }
 
-/// The tensors of a device tier, in RAM. In production torch holds them.
+/// The tensors of a device tier, in RAM. In production torch owns them.
 pub struct DeviceMemory {
     layout: RowLayout,
     parts: Mutex<Parts>,
-    /// An action, and the number of reads of rows that still pass before it is done.
+    /// An action, and the number of reads of rows before it runs.
     amid: Mutex<Option<(u32, Amid)>>,
-    /// Whether all reads of rows fail.
+    /// If true, all reads of rows fail.
     is_busy: AtomicBool,
 }
 
-/// What is done while the core reads rows of the device. The read ends with its error.
+/// An action that runs while the native code reads rows of the device. The read returns its error.
 type Amid = Box<dyn FnOnce() -> embcache::Result<()> + Send>;
 
 impl std::fmt::Debug for DeviceMemory {
@@ -141,7 +141,8 @@ pub struct Rig {
     dim: usize,
 }
 
-/// A table of width `dim` under `optimizer`, with a host budget for about `host_rows` rows and no other tiers.
+/// The configuration of a table of width `dim` under `optimizer`, with a host budget for about `host_rows` rows and no
+/// other tiers.
 pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConfig {
     let policy = PolicyKind::Lru;
     TableConfig {
@@ -167,7 +168,8 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
     }
 }
 
-/// As [`config`] under Adagrad, with a device tier of `device_rows` rows where that is given, and an SSD tier of `ssd_bytes` bytes.
+/// Like [`config`] under Adagrad, with a device tier of `device_rows` rows if that is set, and an SSD tier of
+/// `ssd_bytes` bytes.
 pub fn three_tiers(dim: usize, device_rows: Option<u32>, host_rows: u64, ssd_bytes: u64) -> TableConfig {
     let mut wanted = config(dim, OptimizerKind::Adagrad, host_rows);
     wanted.device_rows = device_rows;
@@ -181,14 +183,14 @@ pub fn hyperparameters() -> Hyperparameters {
     Hyperparameters { lr: 0.1, eps: 1e-6, beta1: 0.9, beta2: 0.99, weight_decay: 0.01, beta: 0.5, l1: 0.0, l2: 0.01 }
 }
 
-/// Whether an error says all that there is to say about damage: where it is, what should be there, and what is there.
+/// True if an error describes corruption completely: its location, the expected and the actual contents.
 pub fn tells_of_damage(error: &embcache::Error) -> bool {
     let message = error.to_string();
     let place = error.path().is_some_and(|path| message.contains(&path.display().to_string()));
     place && ["is damaged at byte ", " should be ", " and is "].iter().all(|part| message.contains(part))
 }
 
-/// In tests every `usual`-th byte of a file is flipped. With `EMBCACHE_EVERY_BYTE` every single one is.
+/// Interval of the bytes of a file that tests flip: `usual`, or 1 with `EMBCACHE_EVERY_BYTE`.
 pub fn flips(usual: usize) -> usize {
     if std::env::var_os("EMBCACHE_EVERY_BYTE").is_some() { 1 } else { usual }
 }
@@ -197,10 +199,10 @@ pub fn flips(usual: usize) -> usize {
 pub type Contents = BTreeMap<Id, (RowHeader, Vec<u32>)>;
 
 impl Rig {
-    /// Every row of every tier.
+    /// Returns every row of every tier.
     ///
     /// # Panics
-    /// Panics when a row is there twice.
+    /// Panics if a row occurs twice.
     pub fn contents(&self) -> embcache::Result<Contents> {
         let floats = self.table.config().layout().vector_floats();
         let mut rows = Contents::new();
@@ -214,7 +216,7 @@ impl Rig {
         Ok(rows)
     }
 
-    /// Import rows into the table.
+    /// Imports rows into the table.
     pub fn import(&self, rows: &Contents) -> embcache::Result<()> {
         let headers: Vec<RowHeader> = rows.values().map(|(header, _)| *header).collect();
         let vectors: Vec<f32> =
@@ -222,7 +224,7 @@ impl Rig {
         self.table.import_rows(RowBlock { headers: &headers, vectors: &vectors })
     }
 
-    /// Open a table on an engine.
+    /// Opens a table on an engine.
     pub fn open(config: TableConfig, engine: Arc<dyn IoEngine>) -> embcache::Result<Self> {
         let (dim, layout) = (config.dim, config.layout());
         let device = config.device_rows.map(|slots| {
@@ -241,28 +243,28 @@ impl Rig {
         Ok(Self { table, lookup, device, threads: 1, dim })
     }
 
-    /// Open a table on a disk in RAM whose operations can be made to fail.
+    /// Opens a table on a disk in RAM with fault injection.
     ///
     /// # Panics
-    /// Panics when the table cannot be opened.
+    /// Panics if the table cannot be opened.
     pub fn with_faults(config: TableConfig) -> (Self, FaultEngine) {
         let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
         (Self::open(config, Arc::new(faults.clone())).expect("a table"), faults)
     }
 
-    /// Plan a batch of one feature.
+    /// Plans a batch of one feature.
     pub fn plan(&self, ids: &[Id], mode: PlanMode) -> embcache::Result<Plan> {
         self.lookup.plan(ids, &[0, ids.len() as i64], mode)
     }
 
-    /// Wait for a plan, and scatter what it fetched.
+    /// Waits for a plan, and scatters the rows that it fetched.
     pub fn place(&self, plan: &Plan) -> embcache::Result<()> {
         plan.wait()?;
         self.scatter(plan, 0)?;
         if self.device.is_some() { plan.scattered() } else { Ok(()) }
     }
 
-    /// Scatter what a plan fetched for this rig's table, which is table number `table` of the plan.
+    /// Scatters the rows that a plan fetched for this rig's table, which is table number `table` of the plan.
     pub fn scatter(&self, plan: &Plan, table: usize) -> embcache::Result<()> {
         if let Some(device) = &self.device {
             device.resize(plan.required_slots(table)? as usize);
@@ -272,11 +274,11 @@ impl Rig {
         Ok(())
     }
 
-    /// As [`Rig::place`], with this memory `[n, V]` for the rows that go to the device. Returns how many were in it, or `None` where they were
-    /// elsewhere.
+    /// Like [`Rig::place`], with this buffer `[n, V]` for the rows that go to the device. Returns the number of rows in
+    /// it, or `None` if they were elsewhere.
     ///
     /// # Panics
-    /// Panics where there is no device tier.
+    /// Panics if there is no device tier.
     pub fn place_from(&self, plan: &Plan, lent: &mut [f32]) -> embcache::Result<Option<usize>> {
         let device = self.device.as_ref().expect("a device tier");
         plan.wait_into(&mut [Some(&mut *lent)])?;
@@ -292,31 +294,31 @@ impl Rig {
         Ok(rows.vectors.is_none().then_some(rows.slots.len()))
     }
 
-    /// Do `amid` while rows are read from the device, after `reads` more reads. Its error ends that read.
+    /// Runs `amid` while rows are read from the device, after `reads` more reads. Its error ends that read.
     ///
     /// # Panics
-    /// Panics where there is no device tier.
+    /// Panics if there is no device tier.
     pub fn amid_device_read(&self, reads: u32, amid: impl FnOnce() -> embcache::Result<()> + Send + 'static) {
         let device = self.device.as_ref().expect("a device tier");
         *device.amid.lock().unwrap_or_else(PoisonError::into_inner) = Some((reads, Box::new(amid)));
     }
 
-    /// Whether all reads of rows from the device fail from now on.
+    /// Makes all reads of rows from the device fail, or succeed again.
     ///
     /// # Panics
     ///
-    /// Where there is no device tier.
+    /// Panics if there is no device tier.
     pub fn set_device_busy(&self, is_busy: bool) {
         self.device.as_ref().expect("a device tier").is_busy.store(is_busy, Ordering::Relaxed);
     }
 
-    /// Whether the action of `amid_device_read` was done, or none was set. This removes the action.
+    /// Returns true if the action of `amid_device_read` ran, or none was set. This removes the action.
     pub fn device_read_ended(&self) -> bool {
         let amid = self.device.as_ref().map(|device| &device.amid);
         amid.is_none_or(|amid| amid.lock().unwrap_or_else(PoisonError::into_inner).take().is_none())
     }
 
-    /// Call `body` with the device tensors: a slice of one entry, which is `None` without a device tier.
+    /// Calls `body` with the device tensors: a slice of one entry, which is `None` without a device tier.
     pub fn with_tensors<T>(&self, body: impl FnOnce(&mut [Option<DeviceTensors<'_>>]) -> T) -> T {
         match &self.device {
             None => body(&mut []),
@@ -339,7 +341,7 @@ impl Rig {
         Ok(out)
     }
 
-    /// The backward of `forward`, with a gradient that differs between positions and between values of `salt`.
+    /// The backward of `forward`, with a gradient that differs by position and by `salt`.
     pub fn backward(&self, plan: &Plan, out: usize, salt: u32) -> embcache::Result<()> {
         let grad: Vec<f32> =
             (0..out as u32).map(|place| ((place * 37 + salt * 11) % 101) as f32 / 50.0 - 1.0).collect();
@@ -351,13 +353,13 @@ impl Rig {
         self.with_tensors(|tensors| plan.backward_pooled(grad, &[hyperparameters()], None, tensors, self.threads))
     }
 
-    /// Do a training step. The result is the forward's output.
+    /// Runs a training step, and returns the forward's output.
     pub fn train(&self, ids: &[Id], bag: usize, salt: u32) -> embcache::Result<Vec<f32>> {
         let plan = self.plan(ids, PlanMode::TRAIN)?;
         self.finish(&plan, ids.len(), bag, salt)
     }
 
-    /// Wait for an earlier plan, and do its forward and its backward.
+    /// Waits for an earlier plan, and runs its forward and its backward.
     pub fn finish(&self, plan: &Plan, ids: usize, bag: usize, salt: u32) -> embcache::Result<Vec<f32>> {
         self.place(plan)?;
         let out = self.forward(plan, ids, bag)?;
@@ -365,7 +367,7 @@ impl Rig {
         Ok(out)
     }
 
-    /// Evaluate a batch. The result is the forward's output.
+    /// Evaluates a batch, and returns the forward's output.
     pub fn evaluate(&self, ids: &[Id], bag: usize, reads_zeros: bool) -> embcache::Result<Vec<f32>> {
         let plan = self.plan(
             ids,

@@ -1,4 +1,4 @@
-//! An SSD tier with rows, each of which is a function of its id and a version.
+//! An SSD tier with rows that are a function of their id and a version.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,12 +27,12 @@ pub fn identity() -> ShardIdentity {
     ShardIdentity { table: "item".into(), ..ShardIdentity::of(&crate::config(DIM, OptimizerKind::RowWiseAdagrad, 1)) }
 }
 
-/// A tier of `bytes` bytes in `dir`. A resume takes the newest state.
+/// The configuration of a tier of `bytes` bytes in `dir`. A resume loads the latest state.
 pub fn config(dir: &Path, bytes: u64, reopen: ReopenMode) -> SsdConfig {
     SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_commit_id: None }
 }
 
-/// Open the tier, or make it.
+/// Opens or creates the tier.
 pub fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Option<StateCounters>)> {
     SsdTier::open(config, &identity(), layout(), engine.clone())
 }
@@ -55,7 +55,7 @@ pub fn vector(id: Id, version: u32) -> Vec<f32> {
     (0..DIM as i64).map(|at| f32::from((hash_id(id.wrapping_mul(64) + at) >> (version % 32)) as u16)).collect()
 }
 
-/// Append version `version` of `ids`, and note that in `held`.
+/// Appends version `version` of `ids`, and records that in `held`.
 pub fn append(tier: &SsdTier, ids: &[Id], version: u32, held: &mut Versions) -> Result<()> {
     let made: Vec<(RowHeader, Vec<f32>)> = ids.iter().map(|&id| (header(id, version), vector(id, version))).collect();
     let rows: Vec<RowRef<'_>> = made.iter().map(|(header, vector)| RowRef { header, vector }).collect();
@@ -65,17 +65,18 @@ pub fn append(tier: &SsdTier, ids: &[Id], version: u32, held: &mut Versions) -> 
     Ok(())
 }
 
-/// The memory to which a fetch writes a row. The test owns it, and looks at it only when the fetch is done.
+/// The memory to which a fetch writes a row. The test owns it, and reads it only after the fetch.
 #[allow(unsafe_code)]
 pub fn place((header, vector): &mut (RowHeader, Vec<f32>)) -> RowMut {
-    // SAFETY: a test owns both, and does not touch them before the fetch is done. The vector has the layout's floats.
+    // SAFETY: a test owns both, and does not access them before the fetch is complete. The vector has the layout's
+    // floats.
     unsafe { RowMut::new(RowAddress { header: &raw mut *header, vector: vector.as_mut_ptr() }) }
 }
 
-/// The version of each id that the tier has, after a check of every bit of the row.
+/// Returns the version of each id in the tier, after a check of every bit of the row.
 ///
 /// # Panics
-/// Panics when a row is not the one of its id and version.
+/// Panics if a row does not match its id and version.
 pub fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
     let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
     let places = found.iter_mut().map(place);
@@ -91,10 +92,10 @@ pub fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
     Ok(versions.collect())
 }
 
-/// Check that the tier holds exactly `held`, by a fetch of `ids` and by a scan.
+/// Checks that the contents of the tier are exactly `held`, by a fetch of `ids` and by a scan.
 ///
 /// # Panics
-/// Panics when it does not.
+/// Panics if they are not.
 pub fn check(tier: &SsdTier, held: &Versions, ids: std::ops::Range<Id>) {
     let ids: Vec<Id> = ids.collect();
     let expected: Vec<Option<u32>> = ids.iter().map(|id| held.get(id).copied()).collect();

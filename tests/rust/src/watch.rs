@@ -1,14 +1,14 @@
-//! A watchdog for tests. A test that hangs reports what its threads do, and ends.
+//! A watchdog for tests. A test that hangs reports the state of its threads, and aborts.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-/// The seconds that a watched test may take. This is for hangs and not for slowness, so it is many times what the slowest machine
-/// needs.
+/// The seconds that a watched test may run. This is for hangs and not for slowness, so it is many times the time of the
+/// slowest machine.
 const LIMIT_S: u64 = 600;
 
-/// Run `body`. If that takes longer than [`LIMIT_S`] seconds (or `EMBCACHE_WATCHDOG_S`), print `report()` and the state of each
-/// thread, and abort.
+/// Runs `body`. If that takes longer than [`LIMIT_S`] seconds (or `EMBCACHE_WATCHDOG_S`), prints `report()` and the
+/// state of each thread, and aborts.
 pub fn watched<T>(report: impl Fn() -> String + Send + 'static, body: impl FnOnce() -> T) -> T {
     let limit = std::env::var("EMBCACHE_WATCHDOG_S").ok().and_then(|limit| limit.parse().ok()).unwrap_or(LIMIT_S);
     let (done, wait) = channel::<()>();
@@ -17,7 +17,7 @@ pub fn watched<T>(report: impl Fn() -> String + Send + 'static, body: impl FnOnc
             return;
         }
         eprintln!("nothing moves since {limit} s at the latest; threads:\n{}", threads());
-        // The report comes last, because it may need a lock that is never released.
+        // The report is last, because it may need a lock that is never released.
         eprintln!("{}", report());
         std::process::abort();
     });

@@ -1,4 +1,5 @@
-//! Admission: which ids get rows, held against a model of maps, for any tiers and however far ahead batches are planned.
+//! Tests of admission: the ids that get rows, compared with a model of maps, for any tiers and any number of batches
+//! planned ahead.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU64;
@@ -14,7 +15,7 @@ const DIM: usize = 4;
 const BAG: usize = 5;
 const MEMORY: u64 = 1 << 20;
 
-/// A table that admits every id, and is trained with those ids alone that a model of the rule admits.
+/// A table that admits every id, and is trained only with the ids that a model of the rule admits.
 struct Model {
     rig: Rig,
     threshold: u32,
@@ -40,7 +41,7 @@ impl Model {
         self.rows.contains(&id) || self.counts.get(&id).unwrap_or(&0) + occurrences >= self.threshold
     }
 
-    /// The batch without the ids that get no row: ids, and where the bags begin.
+    /// The batch without the ids that are not admitted: ids, and the starts of the bags.
     fn admitted(&self, ids: &[Id]) -> (Vec<Id>, Vec<i64>) {
         let occurrences = Self::occurrences(ids);
         let (mut kept, mut offsets) = (Vec::new(), vec![0]);
@@ -76,7 +77,7 @@ impl Model {
         out
     }
 
-    /// What an evaluation reads, where ids without a row read zeros.
+    /// The result of an evaluation in which ids without a row read zeros.
     fn evaluate(&self, ids: &[Id]) -> Vec<f32> {
         let (mut kept, mut offsets) = (Vec::new(), vec![0]);
         for bag in ids.chunks(BAG) {
@@ -256,7 +257,7 @@ fn an_id_that_is_not_admitted_reads_what_was_asked_for_and_is_not_trained() {
 fn device_tensors_without_a_slot_that_a_refused_id_reads_are_refused() {
     let wanted = TableConfig { device_rows: Some(64), ..settings(0, count(2), MissingRead::Initial) };
     let rig = Rig::open(wanted, std::sync::Arc::new(embcache::io::MemoryEngine::default())).expect("a table");
-    // Each id comes once, so none gets a row, and each reads the slot where its initial values are.
+    // Each id occurs once, so none is admitted, and each reads the slot that contains its initial values.
     let ids: Vec<Id> = (0..40).collect();
     let plan = rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
     rig.place(&plan).expect("a place");
@@ -328,7 +329,7 @@ fn coins_are_thrown_alike_for_any_tiers_and_any_lookahead() {
         found.push(rig.contents().expect("contents"));
     }
     assert!(found[0] == found[1] && found[0] == found[2]);
-    // Ids that come once are most of the 1200 or so: about a fifth of them have rows.
+    // Ids that occur once are most of the 1200 or so: about a fifth of them have rows.
     let once = found[0].keys().filter(|id| **id >= 60).count();
     assert!((170..310).contains(&once), "{once}");
 }
@@ -380,7 +381,7 @@ fn two_batches_in_flight_that_both_admit_an_id_train_one_row() {
         }
         let found = rig.table.read_rows(&[1, 2]).expect("rows");
         assert_eq!((found.found, found.headers[0].count), (vec![true, false], 6), "{tiers}");
-        // The three refusals of id 2 were counted, each once.
+        // The three rejections of id 2 were counted, each once.
         assert_eq!(rig.table.stats().expect("stats").admission.map(|a| (a.pending, a.not_admitted)), Some((1, 3)));
         rig.train(&[2], 1, 1).expect("a step");
         assert!(rig.table.read_rows(&[2]).expect("rows").found[0]);
@@ -480,7 +481,7 @@ fn refused_ids_train_the_shared_row_once_its_sums_are_said_and_not_before() {
         let sums = plan.oov_gradient_sums_pooled(&grad, 1).expect("sums");
         assert_eq!(sums.last(), Some(&3), "distinct ids");
         assert_eq!(plan.train_oov_row(&sums[1..], &[hyperparameters()]).expect_err("too few").kind(), Kind::Input);
-        // As of two ranks whose batches were the same.
+        // Like two ranks whose batches were the same.
         let twice: Vec<i64> = sums.iter().map(|sum| 2 * sum).collect();
         plan.train_oov_row(&twice, &[hyperparameters()]).expect("sums of all ranks");
         assert_eq!(weights(), [0; DIM], "before the commit");

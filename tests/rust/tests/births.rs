@@ -1,4 +1,4 @@
-//! Births: the row of a (seed, table key, id) is always the same, and has the distribution that was asked for.
+//! Tests of initial rows: the row of a (seed, table key, id) is always the same, and has the configured distribution.
 
 use embcache::rows::{InitializerSpec, RowInitializer};
 use embcache::types::table_key;
@@ -26,8 +26,8 @@ fn named(name: &str, first: f32, second: f32) -> InitializerSpec {
     }
 }
 
-/// Each line is a row: the initializer, its two numbers, the seed, the table name, the id, then the bits of the weights in
-/// hexadecimal.
+/// Each line is a row: the initializer, its two parameters, the seed, the table name, the id, then the bits of the
+/// weights in hexadecimal.
 #[test]
 fn births_are_those_of_version_1() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/v1/births.txt");
@@ -62,7 +62,7 @@ fn mean_and_std(values: &[f64]) -> (f64, f64) {
     (mean, variance.sqrt())
 }
 
-/// The statistic of Kolmogorov and Smirnov against `cdf`, times √n. It is above 1.95 once in a thousand samples.
+/// The Kolmogorov-Smirnov statistic against `cdf`, times √n. It is above 1.95 for one in a thousand samples.
 fn kolmogorov(mut values: Vec<f64>, cdf: impl Fn(f64) -> f64) -> f64 {
     values.sort_by(f64::total_cmp);
     let n = values.len() as f64;
@@ -77,7 +77,7 @@ fn kolmogorov(mut values: Vec<f64>, cdf: impl Fn(f64) -> f64) -> f64 {
     distance * n.sqrt()
 }
 
-/// Φ by Simpson's rule from 0 on. It is accurate to 1e-12 here.
+/// Φ by Simpson's rule, starting at 0. It is accurate to 1e-12 here.
 fn normal_cdf(x: f64) -> f64 {
     let density = |t: f64| (-0.5 * t * t).exp() / (2.0 * std::f64::consts::PI).sqrt();
     let steps = 200;
@@ -155,7 +155,7 @@ fn correlation(first: &[f64], second: &[f64]) -> f64 {
         / (first.len() as f64 * std_1 * std_2)
 }
 
-/// Check that two rows are uncorrelated within five standard errors.
+/// Checks that two rows are uncorrelated within five standard errors.
 fn assert_unrelated(first: &[f32], second: &[f32], what: &str) {
     let as_f64 = |row: &[f32]| row.iter().map(|&weight| f64::from(weight)).collect::<Vec<_>>();
     let correlation = correlation(&as_f64(first), &as_f64(second));

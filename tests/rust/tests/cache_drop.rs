@@ -1,4 +1,4 @@
-//! Full tables drop rows by policy, and never those of the call that needs the room.
+//! Full tables drop rows by policy, but no rows of the call that needs the space.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn import(rig: &Rig, ids: std::ops::Range<Id>, version: f32) {
     rig.table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("an import");
 }
 
-/// The ids of all rows, after a check that each row has the value of `version`.
+/// Returns the ids of all rows, after a check that each row has the value of `version`.
 fn ids_of(rig: &Rig, version: impl Fn(Id) -> f32) -> Vec<Id> {
     let mut ids = Vec::new();
     let sink = &mut |chunk: embcache::cache::RowChunk| {
@@ -40,8 +40,8 @@ fn ids_of(rig: &Rig, version: impl Fn(Id) -> f32) -> Vec<Id> {
     ids
 }
 
-/// An evaluation holds ids that the table does not have. Meanwhile the full table is trained on ids that it has, and then on one of
-/// those.
+/// An evaluation uses ids that the table does not have. Concurrently the full table is trained on ids that it has, and
+/// then on a missing id of the evaluation.
 fn missing_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Option<u32>, ahead: bool) {
     let mut wanted = config(DIM, OptimizerKind::Sgd, 60);
     wanted.on_full = on_full;
@@ -57,7 +57,7 @@ fn missing_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Optio
     rig.train(&[1, 2, 3], 1, 0).expect("there is room for what is there");
     let stats = rig.table.stats().expect("counters");
     assert_eq!((stats.rows, stats.dropped_rows), (60, 0));
-    // They count as soon as training uses them.
+    // They use space as soon as they are trained.
     let born = rig.train(&[1000, 4], 1, 1);
     let stats = rig.table.stats().expect("counters");
     match on_full {
@@ -71,7 +71,7 @@ fn missing_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Optio
         }
     }
     evaluation.release();
-    // The plans have left nothing in the accounts: a table with one row less takes one row, and no second one.
+    // The plans have left nothing in the accounts: after the removal of one row, the table fits one row, and not two.
     rig.table.remove_rows(&[5]).expect("a removal");
     let room = 60 - rig.table.len().expect("a length");
     assert_eq!(room, 1);
@@ -118,7 +118,7 @@ fn an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(ssd: bool, devi
     if device_rows.is_some() {
         rig.evaluate(&first[..30], 1, false).expect("some rows on the device");
     }
-    // These are the oldest rows that stayed, which would be dropped next, and some that were dropped.
+    // These are the oldest rows that were kept, which would be dropped next, and some that were dropped.
     let (from, to) = (first[0] - 10, first[0] + 10);
     let there: Vec<Id> = first.iter().copied().filter(|id| (from..to).contains(id)).collect();
     assert!(!there.is_empty() && there.len() < 20);
@@ -147,7 +147,7 @@ fn an_import_into_a_full_table_of_three_tiers_keeps_the_rows_that_it_overwrites(
     an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(true, Some(40));
 }
 
-/// Tables of each number of tiers that drop rows, each full, and how many rows it holds.
+/// Full tables with each number of tiers that drop rows, and their number of rows.
 fn full_tables() -> impl Iterator<Item = (Rig, Id)> {
     let tiers = [(false, None), (false, Some(40)), (true, None), (true, Some(40))];
     tiers.into_iter().map(|(ssd, device_rows)| {
@@ -159,7 +159,7 @@ fn full_tables() -> impl Iterator<Item = (Rig, Id)> {
     })
 }
 
-/// The state of a table that a refused batch must not change.
+/// The state of a table, which a rejected batch must not change.
 fn state_of(rig: &Rig) -> (Vec<Id>, u64) {
     (ids_of(rig, |_| 0.25), rig.table.stats().expect("counters").dropped_rows)
 }
@@ -173,7 +173,7 @@ fn a_batch_with_more_rows_than_the_table_holds_is_refused_and_drops_none() {
         assert_eq!(refused.kind(), Kind::Capacity, "{refused}");
         assert!(refused.to_string().contains("this batch and others in flight use"), "{refused}");
         assert_eq!(state_of(&rig), before);
-        // With some that the table has, one of which is found in RAM.
+        // With some ids of the table, one of which is in RAM.
         let known = before.0[..5].iter().chain(&before.0[before.0.len() - 5..]).copied();
         let batch: Vec<Id> = known.chain(5000..4991 + most).collect();
         assert_eq!(rig.train(&batch, 1, 0).expect_err("one row too many").kind(), Kind::Capacity);
@@ -218,7 +218,7 @@ fn rows_are_dropped_for_a_batch_that_is_fetched_ahead_only_when_it_comes() {
     }
 }
 
-/// A plan of two tables: these ids of the first, and those of the second.
+/// Plans two tables: these ids of the first, and those of the second.
 fn plan_of_two(rigs: [&Rig; 2], first: &[Id], second: &[Id], mode: PlanMode) -> embcache::Result<Plan> {
     let lookup = Lookup::new(&rigs.map(|rig| rig.table.clone()), &[0, 1]).expect("a lookup");
     let ends = [0, first.len() as i64, (first.len() + second.len()) as i64];

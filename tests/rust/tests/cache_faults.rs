@@ -1,5 +1,5 @@
-//! Faults of the disk below the cache give typed errors in the step that meets them. Nothing that was in RAM is lost, and no pin
-//! stays.
+//! Disk faults below the cache return typed errors in the step that hits them. Rows in RAM are not lost, and no pin is
+//! left.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -74,7 +74,7 @@ fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again_with_a_dev
     a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(Some(30));
 }
 
-/// A plan bears rows on a second thread while its own makes room for the next ones.
+/// A plan initializes rows on a second thread while its own thread frees space for the next rows.
 #[test]
 fn no_row_is_left_of_a_plan_that_finds_no_room_while_another_thread_bears_its_rows() {
     let (before, new): (Vec<Id>, Vec<Id>) = ((0..12_000).collect(), (100_000..112_000).collect());
@@ -108,7 +108,8 @@ fn no_row_is_left_of_a_plan_that_finds_no_room_while_another_thread_bears_its_ro
         let stats = rig.table.stats().expect("counters");
         assert_eq!((stats.pinned_rows, stats.rows), (0, before.len() as u64), "{passing}");
         assert_eq!(contents(&rig), old_rows, "{passing}");
-        // The table only reads now. What it reads of the new ids is what they are born with, also where the plan had begun to bear them.
+        // The table is read-only. Reads of the new ids return their initial values, even if the plan had started to
+        // initialize them.
         assert_eq!(rig.evaluate(&new, 4, false).expect("an evaluation"), born, "{passing}");
         assert_eq!(rig.train(&new, 4, 9).expect_err("no room").kind(), Kind::ReadOnly);
     }
@@ -134,7 +135,7 @@ fn the_time_that_a_plan_waits_for_the_ssd_tier_counts_once_however_many_reads_it
         });
         plan.wait().expect("its rows");
     });
-    // How much of the hold the plan waits for depends on when its thread runs.
+    // The time for which the plan waits depends on when its thread runs.
     let (counted, most) = (u128::from(waited() - before), begun.elapsed().as_nanos());
     assert!((1..=most).contains(&counted), "{counted} ns in {most} ns");
 }
@@ -160,7 +161,7 @@ fn rows_loaded_after_a_clear_are_not_touched_by_reads_of_before_that_failed() {
         rig.train(&(first..first + 6000).collect::<Vec<Id>>(), 4, 1).expect("a step");
     }
     rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
-    // Read rows that are on SSD alone, in several batches of reads, all of which fail.
+    // Read rows that are only on SSD, in several batches of reads, all of which fail.
     faults.hit_every(IoOperation::Read, IoFault::Fail(libc::EIO));
     drop(
         rig.plan(&(0..10_000).collect::<Vec<Id>>(), PlanMode::TRAIN_PREFETCH).expect("a plan ahead, never waited for"),
@@ -184,7 +185,7 @@ fn rows_loaded_after_a_clear_are_not_touched_by_reads_of_before_that_failed() {
         parts: vec![&weights, &sums],
     };
     rig.table.import_columns(PickedRows::all(&columns)).expect("a load");
-    // The next plan takes over reads that have ended.
+    // The next plan adopts reads that have completed.
     rig.evaluate(&ids[..10], 1, false).expect("rows that are there");
     let read = rig.table.read_rows(&ids).expect("rows that are there");
     assert_eq!(read.found.iter().filter(|found| !**found).count(), 0, "rows are gone");
@@ -213,7 +214,7 @@ fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
         drop(plan);
         faults.clear();
     };
-    // The table has not taken over the failed reads yet. Each of these calls does.
+    // The table has not adopted the failed reads yet. Each of these calls does.
     fails();
     rig.table.flush(2).expect("a flush reads nothing");
     fails();
@@ -245,7 +246,7 @@ fn reads_of_a_plan_can_be_waited_for_before_its_rows_are_placed() {
         rig.finish(&plan, 40, 4, 99).expect("a step");
         assert!(!plan.is_placed().expect("no forked child"), "its rows are given back");
 
-        // Push the rows out again.
+        // Evict the rows from RAM again.
         for ids in &done[1..] {
             rig.evaluate(ids, 4, false).expect("rows that are there");
         }
@@ -264,7 +265,7 @@ fn reads_of_a_plan_can_be_waited_for_before_its_rows_are_placed() {
 
 fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
     let (rig, faults) = Rig::with_faults(three_tiers(device_rows, 60, 1 << 24));
-    // The same ids come again and again, so however late the disk is written to, nothing else runs out.
+    // The same ids repeat, so only the disk runs out of space, however late it is written to.
     let all = batches(60, 50);
     let mut done = Vec::new();
     let mut failure = None;
@@ -287,7 +288,8 @@ fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
     if error.kind() == Kind::Storage {
         assert!(error.to_string().contains("saved elsewhere"), "{error}");
     }
-    // Evaluations succeed too, with rows of every tier and with unseen ids, also past the rows in RAM that can go nowhere.
+    // Evaluations succeed too, with rows of every tier and with missing ids, also beyond the rows in RAM that cannot be
+    // moved.
     let (oracle, _) = Rig::with_faults(config(DIM, OptimizerKind::Adagrad, 100_000));
     for (salt, ids) in done.iter().enumerate() {
         oracle.train(ids, 4, salt as u32).expect("the oracle trains");
@@ -300,7 +302,7 @@ fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
     assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
     let error = rig.table.flush(1).expect_err("a flush needs the disk");
     assert_eq!(error.kind(), Kind::ReadOnly, "{error:?}");
-    // The tier keeps refusing when the disk has room again, because only reopening shows what is on it.
+    // The tier still fails after the disk has space again, because only a reopen verifies its contents.
     faults.clear();
     assert_eq!(rig.table.flush(2).expect_err("sticky").kind(), Kind::ReadOnly);
 }
@@ -366,7 +368,7 @@ fn a_full_table_may_drop_rows_by_policy_and_counts_them() {
 
 #[test]
 fn an_import_that_does_not_fit_changes_nothing_however_many_rows_it_has() {
-    // This is more rows than are imported at once, and the first of them would fit.
+    // This is more rows than one import chunk, and the first chunk would fit.
     const ROWS: i64 = 9000;
     for (device_rows, ssd) in [(None, None), (Some(20), None), (None, Some(5 << 18)), (Some(20), Some(5 << 18))] {
         let mut wanted = three_tiers(device_rows, if ssd.is_some() { 300 } else { 6000 }, ssd.unwrap_or_default());

@@ -1,4 +1,5 @@
-//! The disk fills up during a call. The call is done in full or not at all, and all ways to look at the table show the same rows.
+//! The disk fills up during a call. The call is completed or has no effect, and all ways to read the table return the
+//! same rows.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,7 +24,7 @@ fn made(ids: impl Iterator<Item = Id>, version: u32) -> Contents {
     ids.map(|id| (id, (header(id), vec![(id as f32 + version as f32 / 8.0).to_bits(); FLOATS]))).collect()
 }
 
-/// Every row as a save beside training finds it.
+/// Returns every row in an asynchronous save.
 fn saved_beside(rig: &Rig) -> Contents {
     let engine = Arc::new(MemoryEngine::default());
     let images = Arc::new(PreImages::new(engine, PathBuf::from("/save/images"), 1 << 20, 1));
@@ -42,7 +43,7 @@ fn saved_beside(rig: &Rig) -> Contents {
     rows
 }
 
-/// Every row, after a check that all ways to look at them show the same.
+/// Returns every row, after a check that all ways to read them agree.
 fn seen_alike(rig: &Rig) -> Contents {
     let mut rows = rig.contents().expect("every row");
     assert_eq!(rig.table.len().expect("a length"), rows.len() as u64, "len() and an export");
@@ -62,9 +63,9 @@ fn seen_alike(rig: &Rig) -> Contents {
     rows
 }
 
-/// Do `change` while the disk is full from some operation on, for each kind of operation and for many positions. Check that the
-/// table then has `after` where the call succeeded, and what it had before where not. The result is how often the call failed, and
-/// how often it succeeded although the disk failed during it.
+/// Runs `change` while the disk is full from some operation on, for each kind of operation and for many positions.
+/// Checks that the table then has `after` if the call succeeded, and is unchanged otherwise. Returns the number of
+/// calls that failed, and that succeeded although the disk failed during them.
 fn is_whole_or_not_done(
     prepare: &dyn Fn() -> (Rig, FaultEngine),
     change: &dyn Fn(&Rig) -> embcache::Result<()>,
@@ -86,7 +87,7 @@ fn is_whole_or_not_done(
             } else {
                 assert!(rows == *after, "{what}: {} rows, and {} wanted", rows.len(), after.len());
             }
-            // Once the tier knows that the disk failed, everything that writes is refused, and changes nothing.
+            // After the tier has seen the disk fail, every write fails, and changes nothing.
             if rig.table.is_read_only() {
                 went_on += u64::from(changed.is_ok());
                 let refused = rig.import(&made(0..10, 9)).expect_err("nothing can be written");

@@ -1,4 +1,4 @@
-//! The cache against a table in RAM and a `BTreeMap`: with any tiers, the bits are the same.
+//! Tests of the cache against a table in RAM and a `BTreeMap`: with any tiers, results are bitwise identical.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use proptest::prelude::*;
 const DIM: usize = 3;
 const BAG: usize = 3;
 
-/// The ids of the runs. They are few, so that they recur, and the extremes are among them.
+/// The ids of the runs. There are few, so that they recur, and the extremes are among them.
 fn an_id() -> impl Strategy<Value = Id> {
     prop_oneof![4 => 0_i64..24, 1 => Just(-1), 1 => Just(i64::MIN), 1 => Just(i64::MAX), 1 => -9_i64..0]
 }
@@ -25,7 +25,7 @@ fn some_ids() -> impl Strategy<Value = Vec<Id>> {
     prop::collection::vec(an_id(), 0..14)
 }
 
-/// Takes the rows of a delta, three at a time.
+/// Receives the rows of a delta, three at a time.
 struct Modified {
     since: u32,
     floats: usize,
@@ -72,7 +72,7 @@ enum Step {
     Export,
     Flush,
     Resume,
-    /// A checkpoint, or the beginning of one that fails.
+    /// A checkpoint, or the start of one that fails.
     Save(bool),
     Delta,
 }
@@ -159,7 +159,7 @@ fn out_bits(out: &[f32]) -> Vec<u32> {
     out.iter().map(|value| value.to_bits()).collect()
 }
 
-/// What the last flush published.
+/// The contents of the last flush.
 #[derive(Clone)]
 struct Flushed {
     contents: Contents,
@@ -287,7 +287,7 @@ impl Run {
         }
     }
 
-    /// Check that each delta, applied to a checkpoint on which it can build, gives the table.
+    /// Checks that each delta, applied to a possible base checkpoint, gives the table.
     fn compare_deltas(&self) {
         let table = &self.rig.table;
         let floats = table.config().layout().vector_floats();
@@ -349,7 +349,7 @@ impl Run {
         let read = self.rig.table.read_rows(&all).expect("rows by id");
         assert_eq!(read.found.iter().filter(|&&found| found).count(), mine.len());
         let expected = self.oracle.table.read_rows(&all).expect("the oracle's");
-        // The oracle makes no checkpoints, so it has no epochs.
+        // The oracle saves no checkpoints, so it has no epochs.
         let without_epoch = |header: &RowHeader| RowHeader { modified_epoch: 0, ..*header };
         assert!(read.headers.iter().map(without_epoch).eq(expected.headers.iter().map(without_epoch)));
         assert_eq!(out_bits(&read.vectors), out_bits(&expected.vectors));

@@ -1,5 +1,5 @@
-//! Pins that a plan takes together on rows that were there and on rows that are born or read: whatever happens amid the plan, each row is as
-//! if it had been pinned by itself.
+//! Pins that a plan takes together on rows that exist and on rows that are new or read: for any event during the plan,
+//! the result equals separate pins of each row.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use embcache::io::{IoFault, IoOperation, MemoryEngine};
 use embcache::types::Id;
 use embcache_tests::{Rig, config};
 
-/// More ids than come into a tier at once.
+/// More ids than are inserted into a tier in one call.
 const MANY: Id = 10_000;
 
 fn in_ram() -> Rig {
@@ -28,7 +28,8 @@ fn rows(rig: &Rig) -> u64 {
     rig.table.len().expect("an open table")
 }
 
-/// How many rows plans have pinned, which has the pins of groups counted by slot; and how many rows are in RAM.
+/// The number of rows pinned by plans, which converts the pins of groups to pins by slot; and the number of rows in
+/// RAM.
 fn pinned_and_here(rig: &Rig) -> (u64, u64) {
     let stats = rig.table.stats().expect("counters");
     (stats.pinned_rows, stats.host.rows)
@@ -98,7 +99,7 @@ fn nothing_that_a_plan_has_pinned_is_evicted_by_what_comes_after() {
         rig.train(&ids(first..first + 1000), 10, salt as u32).expect("a step");
         oracle.train(&ids(first..first + 1000), 10, salt as u32).expect("the oracle's");
     }
-    // Some rows are in RAM, some on SSD, some not born. The next plans need room, and find it elsewhere.
+    // Some rows are in RAM, some on SSD, and some are new. The next plans need space, and find it elsewhere.
     let held = ids(5500..6500).into_iter().chain(0..500).collect::<Vec<_>>();
     let plan = rig.plan(&held, PlanMode::TRAIN).expect("a plan");
     rig.place(&plan).expect("its rows");
@@ -121,7 +122,8 @@ fn an_error_amid_the_rows_that_come_in_leaves_none_of_them_and_no_pin() {
         rig.train(&ids(first..first + 500), 10, 0).expect("a step");
     }
     let before = rig.contents().expect("rows");
-    // The first rows of the batch find slots that are free. For others room has to be made, which writes to the disk and fails.
+    // The first rows of the batch find free slots. For others space has to be freed, which writes to the disk and
+    // fails.
     faults.hit_every(IoOperation::Write, IoFault::Fail(libc::ENOSPC));
     let batch = ids(4900..4900 + MANY);
     let error = rig.plan(&batch, PlanMode::TRAIN).expect_err("no room on the disk");
@@ -141,7 +143,7 @@ fn rows_whose_read_fails_vanish_with_the_plan_that_pinned_them_together_with_oth
     rig.table.flush(1).expect("a flush, so that rows are in files");
     let before = rig.contents().expect("rows");
     faults.hit_once(IoOperation::Read, 0, IoFault::Fail(libc::EIO));
-    // Of these some are in RAM, some on SSD, and some not born.
+    // Some of these ids are in RAM, some on SSD, and some are new.
     let batch = ids(1900..2050).into_iter().chain(0..100).collect::<Vec<_>>();
     let plan = rig.plan(&batch, PlanMode::TRAIN).expect("the reads have only begun");
     assert_eq!(plan.wait().expect_err("a read that fails").kind(), Kind::Storage);

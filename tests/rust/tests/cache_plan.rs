@@ -1,4 +1,4 @@
-//! Plans: pins, provisional rows, and one submission of reads for all tables.
+//! Tests of plans: pins, provisional rows, and one submission of reads for all tables.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -217,7 +217,7 @@ fn metadata_counts_occurrences_and_steps_through_every_tier() {
     let rig = in_memory(on_ssd("t", 3));
     for salt in 0..5 {
         rig.train(&[7, 7, salt.into()], 3, salt).expect("a step");
-        // Other rows push them out to SSD, and they come back.
+        // Other rows demote them to SSD, and they are promoted again.
         rig.train(&(100..110).collect::<Vec<_>>(), 2, salt).expect("a step");
     }
     let rows = rig.table.read_rows(&[7, 3]).expect("rows");

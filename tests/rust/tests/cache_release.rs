@@ -1,5 +1,5 @@
-//! A plan fails, is given up or is dropped at any point between its planning and its commit. Then every row of every table is where
-//! and as it was, or the tables refuse all use.
+//! A plan fails, is released or is dropped at any point between its planning and its commit. Then every row of every
+//! table is unchanged and in its previous tier, or the tables reject all use.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ fn settings(name: &str, device_rows: Option<u32>, host_rows: u64, ssd: bool) -> 
     wanted
 }
 
-/// The tiers of both tables, each too small for what the test trains.
+/// The tiers of both tables, each too small for the rows of the test.
 const TIERS: [(Option<u32>, u64, bool); 4] =
     [(None, 30, true), (Some(14), 400, false), (Some(14), 12, true), (Some(5), 4, true)];
 
@@ -73,7 +73,7 @@ impl Pair {
         })
     }
 
-    /// Do the steps of a batch after its plan, in order. Each may fail.
+    /// Runs the steps of a batch after its plan, in order. Each may fail.
     fn step(&self, plan: &Plan, batch: &Batch, salt: u32, until: Until) -> embcache::Result<()> {
         plan.wait()?;
         let nothing_to_scatter = !self.has_device() && matches!(until, Until::ScatteredInPart | Until::Scattered);
@@ -116,7 +116,7 @@ impl Pair {
         [0, 1].map(|table| self.rigs[table].contents().expect("every row can be read"))
     }
 
-    /// Check that both ways of reading give `expected` and nothing more, and that nothing is pinned.
+    /// Checks that both ways of reading return exactly `expected`, and that nothing is pinned.
     fn check(&self, expected: &[Contents; 2], what: &str) {
         for (rig, expected) in self.rigs.iter().zip(expected) {
             assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0, "{what}: a pin leaked");
@@ -160,7 +160,7 @@ fn batches() -> Vec<Batch> {
     all
 }
 
-/// A pair that was trained, and its rows. All that is on SSD is in files.
+/// A trained pair, and its rows. Everything on SSD is in files.
 fn trained(tiers: (Option<u32>, u64, bool)) -> (Pair, [Contents; 2]) {
     let pair = Pair::open(tiers);
     for (salt, batch) in batches().iter().enumerate() {
@@ -173,12 +173,12 @@ fn trained(tiers: (Option<u32>, u64, bool)) -> (Pair, [Contents; 2]) {
     (pair, rows)
 }
 
-/// The batch that is given up. It has rows of all tiers, and ids whose rows are not born yet.
+/// The batch that is released. It has rows of all tiers, and ids without a row.
 fn given_up() -> Batch {
     [[1, 8, 15, 22, 29, 61, 62, 63, 4, 7].to_vec(), [2, 9, 16, 23, 30, 61, 62, 63, 5, 11].to_vec()]
 }
 
-/// Check that the batch can be trained again, with the bits of a table that never had the failure.
+/// Checks that the batch can be trained again, with results that are bitwise identical to a table without the failure.
 fn check_trains_on(pair: &Pair, tiers: (Option<u32>, u64, bool), what: &str) {
     let (other, _) = trained(tiers);
     for each in [pair, &other] {
@@ -210,7 +210,7 @@ fn a_plan_that_is_dropped_after_any_of_its_steps_leaves_every_row_as_it_was() {
     }
 }
 
-/// Where the fault occurs.
+/// The position of the fault.
 #[derive(Clone, Copy, Debug)]
 enum At {
     Read,
@@ -308,7 +308,7 @@ fn what_is_not_scattered_when_an_exclusive_change_ends_is_where_it_was() {
     plan.exclusively(|| {
         plan.wait().expect("its rows");
         pair.rigs[0].scatter(&plan, 0).expect("the first table's");
-        // The scatter of the second table finds no memory.
+        // An allocation of the second table's scatter fails.
     })
     .expect("nobody else is there");
     assert_eq!(plan.slots(0).expect_err("the plan is released").kind(), Kind::State);
@@ -355,7 +355,7 @@ fn images() -> Arc<PreImages> {
     Arc::new(PreImages::new(engine, "/save/images".into(), 1 << 20, 1))
 }
 
-/// Two plans want one row. The first never brings it to the device.
+/// Two plans use one row. The first never promotes it to the device.
 #[test]
 fn a_row_that_another_plan_gave_a_slot_and_never_brought_is_brought_by_the_next() {
     for tiers in [TIERS[1], TIERS[2]] {
@@ -380,7 +380,7 @@ fn a_row_that_another_plan_gave_a_slot_and_never_brought_is_brought_by_the_next(
     }
 }
 
-/// Two plans want one row. The second brings it to the device and trains it before the first comes.
+/// Two plans use one row. The second promotes it to the device and trains it before the first arrives.
 #[test]
 fn a_row_that_was_trained_meanwhile_is_not_scattered_again() {
     let (pair, _) = trained(TIERS[1]);
@@ -432,7 +432,7 @@ fn a_moment_that_is_dropped_while_rows_are_read_from_the_device_is_let_go_of_and
         });
         rig.table.read_rows(&[1, 2]).expect("rows");
         assert!(rig.device_read_ended());
-        // Both calls wait for a moment that is held.
+        // Both calls wait for an open snapshot.
         rig.table.clear().expect("no moment is held");
         drop(rig.table.snapshot(&images(), 2).expect("another moment"));
         rig.table.close().expect("no moment is held");
@@ -490,7 +490,7 @@ fn what_copies_rows_while_they_are_changed_exclusively_gets_a_typed_error() {
     });
 }
 
-/// A save beside training copies rows that such code keeps from everybody.
+/// An asynchronous save copies rows to which such code has exclusive access.
 #[test]
 fn code_that_runs_exclusively_and_would_wait_for_a_save_of_the_rows_gets_a_typed_error() {
     watched(String::new, || {
@@ -513,7 +513,7 @@ fn code_that_runs_exclusively_and_would_wait_for_a_save_of_the_rows_gets_a_typed
     });
 }
 
-/// The thread of an export copies rows that such code keeps from everybody.
+/// The thread of an export copies rows to which such code has exclusive access.
 #[test]
 fn code_that_would_wait_for_an_export_of_rows_that_its_caller_keeps_from_it_gets_a_typed_error() {
     watched(String::new, || {
@@ -545,8 +545,8 @@ fn a_table_that_is_given_twice_to_a_lookup_is_refused() {
     assert!(error.kind() == Kind::Input && error.to_string().contains("tables[0] and tables[2]"), "{error}");
 }
 
-/// While one thread changes rows exclusively and uses the plan meanwhile, another one uses the same plan. Each waits for the other at most
-/// as long as that one works.
+/// While one thread changes rows exclusively and also uses the plan, another thread uses the same plan. Each waits for
+/// the other at most as long as that one works.
 #[test]
 fn two_threads_that_use_one_plan_of_which_one_does_so_exclusively_do_not_wait_for_each_other_for_ever() {
     watched(String::new, || {
@@ -579,7 +579,7 @@ fn two_threads_that_use_one_plan_of_which_one_does_so_exclusively_do_not_wait_fo
     });
 }
 
-/// Another plan of the same tables would wait for rows that its own caller keeps from everybody.
+/// Another plan of the same tables would wait for rows to which its own caller has exclusive access.
 #[test]
 fn code_that_runs_exclusively_is_refused_another_plan_of_the_same_tables_and_may_drop_it() {
     watched(String::new, || {

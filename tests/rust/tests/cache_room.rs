@@ -1,4 +1,5 @@
-//! Tables near their cap: no call waits for room that only it could make, and there are never more rows than the cap holds.
+//! Tables near their cap: no call waits for space that only it could free, and there are never more rows than fit the
+//! cap.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -28,7 +29,8 @@ fn rig(wanted: TableConfig) -> Rig {
     Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table")
 }
 
-/// Train ids from the table's length on, `at_once` in a step, until the table is full. The result is the number of rows then.
+/// Trains new ids, starting at the table's length, `at_once` per step, until the table is full. Returns the number of
+/// rows.
 fn fill(rig: &Rig, at_once: Id) -> Id {
     let mut rows = rig.table.len().expect("a length") as Id;
     loop {
@@ -43,7 +45,7 @@ fn fill(rig: &Rig, at_once: Id) -> Id {
     }
 }
 
-/// Numbers that look random, and are the same each time.
+/// Pseudorandom numbers, the same in each run.
 fn numbers() -> impl FnMut(Id) -> Id {
     let mut state = 1_u64;
     move |below| {
@@ -71,7 +73,7 @@ fn a_plan_of_more_reads_than_are_submitted_at_once_never_waits_for_files_that_it
     });
 }
 
-/// Unseen ids for which the index of the rows on SSD finds a row. It keeps parts of hashes, and no ids.
+/// Missing ids for which the index of the rows on SSD finds a row. It stores fingerprints, and no ids.
 fn false_traces(rig: &Rig, wanted: usize) -> Vec<Id> {
     let mut found = Vec::new();
     for first in (1 << 40..).step_by(100_000) {
@@ -95,7 +97,7 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacit
     fill(&table, 3);
     let missing = false_traces(&table, 3);
     let rows = table.table.len().expect("a length");
-    // All of RAM is in use, so a plan ahead leaves its reads to its forward.
+    // All of RAM is in use, so a prefetched plan defers its reads to its forward.
     let held: Vec<Id> = (0..1000).collect();
     let holds = table.plan(&held, PlanMode::TRAIN).expect("a plan");
     table.place(&holds).expect("rows in place");
@@ -110,7 +112,7 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacit
     assert_eq!(table.contents().expect("every row").len() as u64, rows);
 }
 
-/// The hits and misses of the host tier and of the SSD tier. Reads of plans that are gone are counted first.
+/// The hits and misses of the host tier and of the SSD tier. Reads of dropped plans are counted first.
 fn found_and_not(rig: &Rig) -> [(u64, u64); 2] {
     rig.table.read_rows(&[0]).expect("a row");
     let stats = rig.table.stats().expect("counters");
@@ -151,7 +153,7 @@ fn ids_that_a_plan_ahead_leaves_to_its_forward_are_counted_once() {
     assert_eq!(found_and_not(&table), [(host.0, host.1 + 52), (ssd.0 + 50, ssd.1 + 2)]);
 }
 
-/// The rest of a stream: its chunks, and how it ends.
+/// The rest of a stream: its chunks, and its final result.
 fn rest(stream: ExportStream) -> (Vec<RowChunk>, embcache::Result<()>) {
     let mut chunks = Vec::new();
     for chunk in stream {
@@ -163,7 +165,7 @@ fn rest(stream: ExportStream) -> (Vec<RowChunk>, embcache::Result<()>) {
     (chunks, Ok(()))
 }
 
-/// A full table, and an export of it of which only the first rows on SSD were taken.
+/// A full table, and an export of it that has returned only the first rows on SSD.
 fn full_with_a_waiting_export(device_rows: Option<u32>) -> (Rig, Id, ExportStream) {
     let mut wanted = on_ssd(4000, 2 << 20);
     wanted.device_rows = device_rows;
@@ -221,7 +223,7 @@ fn an_export_whose_chunks_nobody_takes_either_has_every_row_or_says_that_its_roo
                 table.train(&(rows..rows + 500).collect::<Vec<Id>>(), 1, 1).expect("a step");
                 rows += 500;
             }
-            // Each of these rows is newer in RAM than on SSD, and writing it takes room.
+            // Each of these rows is newer in RAM than on SSD, and writing it needs space.
             table.train(&(0..3000).collect::<Vec<Id>>(), 1, 2).expect("a step");
             let mut stream = table.table.export(100).expect("a stream");
             let mut taken: Vec<RowChunk> = (&mut stream).take(60).map(|chunk| chunk.expect("a chunk")).collect();

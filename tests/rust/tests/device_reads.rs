@@ -1,4 +1,5 @@
-//! What goes on while rows are read from the device: the table's lock is free for others, and whatever fails or comes between leaves every row.
+//! Tests of events during device reads: the table's lock is free for other threads, and no failure or interruption
+//! loses a row.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,7 +21,7 @@ fn open(wanted: TableConfig) -> Arc<Rig> {
     Arc::new(Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table"))
 }
 
-/// Tables whose device tier holds a part of the rows: beside rows in RAM, and beside rows in RAM and on SSD.
+/// Tables whose device tier has a part of the rows: with the others in RAM, and with the others in RAM and on SSD.
 fn tiers() -> [TableConfig; 2] {
     let in_ram = TableConfig { device_rows: Some(12), ..config(DIM, OptimizerKind::Adagrad, 200) };
     [in_ram, three_tiers(DIM, Some(12), 60, 1 << 20)]
@@ -34,14 +35,14 @@ fn device_rows(rig: &Rig) -> u64 {
     stats(rig).device.expect("a device tier").rows
 }
 
-/// Whether the row of an id is read from the device.
+/// True if the row of an id is read from the device.
 fn is_on_device(rig: &Rig, id: Id) -> bool {
     rig.amid_device_read(0, || Ok(()));
     rig.table.read_rows(&[id]).expect("a row");
     rig.device_read_ended()
 }
 
-/// Do `work` on another thread amid the next read from the device, which waits for it.
+/// Runs `work` on another thread during the next read from the device, which waits for it.
 fn amid_on_another_thread(rig: &Arc<Rig>, work: impl FnOnce(&Rig) + Send + 'static) {
     let theirs = Arc::clone(rig);
     rig.amid_device_read(0, move || {
@@ -79,7 +80,7 @@ fn while_victims_are_read_others_use_the_table_and_a_victim_that_one_of_them_wan
     });
 }
 
-/// One of the things that a program does with a table, the same for the same number.
+/// Runs one operation on a table, selected by `number`.
 fn do_something(rig: &Rig, number: u64, is_oracle: bool) -> embcache::Result<()> {
     let mut dice = Dice(number * 31 + 5);
     let ids: Vec<Id> = (0..9).map(|_| dice.roll(70) as Id).collect();
@@ -104,7 +105,7 @@ fn do_something(rig: &Rig, number: u64, is_oracle: bool) -> embcache::Result<()>
     }
 }
 
-/// The rows of a moment, as a save beside training takes them.
+/// The rows of a snapshot, as in an asynchronous save.
 fn saved(rig: &Rig, next_epoch: u32) -> embcache::Result<Contents> {
     let images = Arc::new(PreImages::new(Arc::new(MemoryEngine::default()), "/images".into(), 1 << 20, 1));
     let mut rows = Contents::new();
@@ -119,7 +120,7 @@ fn saved(rig: &Rig, next_epoch: u32) -> embcache::Result<Contents> {
     Ok(rows)
 }
 
-/// Headers without the epoch, in which a save that was tried again differs.
+/// Headers without the epoch, which differs after a retried save.
 fn without_epochs(rig: &Rig) -> Contents {
     let mut rows = rig.contents().expect("contents");
     for (header, _) in rows.values_mut() {
@@ -130,7 +131,7 @@ fn without_epochs(rig: &Rig) -> Contents {
 
 const THINGS: u64 = 88;
 
-/// Do everything, each thing until it succeeds. Before the read from the device of this number, do `amid`.
+/// Runs all operations, each until it succeeds. Runs `amid` before the read from the device of this number.
 fn all_with(wanted: &TableConfig, read: u32, amid: impl FnOnce() -> embcache::Result<()> + Send + 'static) -> Arc<Rig> {
     let rig = open(wanted.clone());
     rig.amid_device_read(read, amid);
@@ -244,7 +245,8 @@ fn a_table_that_is_closed_while_its_rows_are_read_from_the_device_refuses_the_ba
     });
 }
 
-/// The rule looks at weights, which are on the device. Each batch looks at a part of the slots, and the lock is free while these are read.
+/// The rule reads weights, which are on the device. Each batch evaluates a part of the slots, and the lock is free
+/// while these are read.
 #[test]
 fn a_sweep_by_weights_of_a_device_tier_takes_the_rows_that_it_takes_in_ram() {
     watched(String::new, || {
@@ -288,8 +290,8 @@ fn a_sweep_by_weights_of_a_device_tier_takes_the_rows_that_it_takes_in_ram() {
     });
 }
 
-/// A row cannot leave the device where the SSD tier takes none. The batch reads in slots past the budget then, and does not look for other
-/// rows that could leave.
+/// A row cannot leave the device if the SSD tier accepts no writes. The batch then reads in slots past the budget, and
+/// does not search for other rows to demote.
 #[test]
 fn an_evaluation_beside_a_failed_write_reads_few_rows_from_the_device() {
     watched(String::new, || {

@@ -1,5 +1,5 @@
-//! The rows that leave because a table is full, and what errors leave behind, for whoever is told of evicted rows. `eviction.rs` has the
-//! rows that leave by a rule.
+//! Rows that are evicted because a table is full, and the effect of errors on the delivery of evicted rows.
+//! `eviction.rs` tests the rows that expire by a rule.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -15,7 +15,7 @@ use embcache_tests::{Contents, Rig, config};
 const DIM: usize = 4;
 const BAG: usize = 5;
 
-/// Tables of some hundred rows: in RAM, on SSD with some rows in RAM, and on the device with others in RAM.
+/// Tables of several hundred rows: in RAM, on SSD with some rows in RAM, and on the device with others in RAM.
 fn small(tiers: usize, eviction: Option<EvictionConfig>) -> TableConfig {
     let ssd = SsdConfig { dir: "/t".into(), bytes: 128 << 10, reopen: ReopenMode::Never, resume_commit_id: None };
     let made = match tiers {
@@ -27,7 +27,7 @@ fn small(tiers: usize, eviction: Option<EvictionConfig>) -> TableConfig {
     TableConfig { on_full: OnFull::Evict, eviction, ..made }
 }
 
-/// What waits in a queue: each row with the step and the reason of its death.
+/// The contents of a queue: each row with the step and the reason of its eviction.
 fn taken(queue: &EvictedQueue) -> Vec<(u64, &'static str, Id, String, Vec<u32>)> {
     let mut all = Vec::new();
     while let Some(EvictedRows { step, reason, rows }) = queue.take() {
@@ -62,7 +62,7 @@ fn rows_that_a_full_table_drops_are_told_once_with_their_bits() {
                 let said: BTreeMap<Id, (String, Vec<u32>)> =
                     told.iter().map(|(_, _, id, header, bits)| (*id, (header.clone(), bits.clone()))).collect();
                 assert_eq!((told.len(), said == gone), (gone.len(), true), "tiers {tiers}, step {salt}");
-                // A full table drops rows before the step, and a sweep takes them after it.
+                // A full table drops rows before the step, and a sweep expires them after it.
                 let when = |reason| if reason == "full" { u64::from(salt) } else { u64::from(salt) + 1 };
                 assert!(told.iter().all(|(step, reason, ..)| *step == when(*reason)), "tiers {tiers}, step {salt}");
                 full += told.iter().filter(|(_, reason, ..)| *reason == "full").count() as u64;

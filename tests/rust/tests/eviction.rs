@@ -1,4 +1,5 @@
-//! Eviction by rule: which rows die, held against a model that removes them by id, for any tiers and however far ahead batches are planned.
+//! Tests of eviction by rule: the expired rows, compared with a model that removes them by id, for any tiers and any
+//! number of batches planned ahead.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU64;
@@ -28,7 +29,8 @@ fn settings(tiers: usize, eviction: Option<EvictionConfig>) -> TableConfig {
     TableConfig { score_half_life_steps: HALF_LIFE, seed: 0, key: 0, eviction, ..made }
 }
 
-/// Whether the rule takes a row after step `s`: written down from what the rules mean, and not from how the core finds it out.
+/// True if the rule matches a row after step `s`: written from the definition of the rules, and not from their
+/// implementation.
 fn takes(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> bool {
     match rule {
         EvictionRule::Unused { steps } => s >= *steps && header.last_step <= s - steps,
@@ -49,7 +51,7 @@ fn takes(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> bo
     }
 }
 
-/// What the first rule that takes a row is called.
+/// The name of the first rule that matches a row.
 fn reason(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> &'static str {
     match rule {
         EvictionRule::Unused { .. } | EvictionRule::TrainedUntil { .. } => "ttl",
@@ -68,20 +70,21 @@ fn reason(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> &
     }
 }
 
-/// An evicted row: its id, the step after which it died, why, its header as text, and the bits of its vector part.
+/// An evicted row: its id, the step after which it expired, the reason, its header as text, and the bits of its vector
+/// part.
 type Gone = (Id, u64, &'static str, String, Vec<u32>);
 
-/// A table from which nothing leaves by itself: what the rule takes is removed by id.
+/// A table without eviction: rows that match the rule are removed by id.
 struct Model {
     rig: Rig,
     rule: EvictionRule,
     every: Option<u64>,
     step: u64,
-    /// Ids of batches between forward and backward, which a sweep spares until the batch ends.
+    /// Ids of batches between forward and backward. A sweep defers their rows until the batch ends.
     in_place: BTreeSet<Id>,
-    /// Those of them that a sweep would have taken, with the step and the reason of the first that would.
+    /// The deferred rows that match a sweep, with the step and the reason of the first sweep that they match.
     spared: BTreeMap<Id, (u64, &'static str)>,
-    /// The rows that were removed since they were last asked for.
+    /// The rows removed since the last check.
     gone: Vec<Gone>,
 }
 
@@ -128,7 +131,7 @@ struct Pair {
     model: Model,
     ahead: Ahead,
     salt: u32,
-    /// Where the table's evicted rows are kept, and those that were taken from there.
+    /// The queue of the table's evicted rows, and the rows that were taken from it.
     kept: Option<Arc<EvictedQueue>>,
     told: Vec<Gone>,
 }
@@ -173,7 +176,7 @@ impl Pair {
         assert!(self.rig.contents().expect("contents") == expected, "step {}", self.model.step);
     }
 
-    /// Take the next evicted rows, if the table has any by now. Returns whether it had.
+    /// Takes the next evicted rows, if the table has any. Returns true if it had.
     fn take_evicted(&mut self) -> bool {
         let Some(chunk) = self.rig.table.next_evicted().expect("evicted rows") else { return false };
         let vectors = chunk.rows.vectors.chunks(self.rig.table.config().layout().vector_floats());
@@ -184,7 +187,7 @@ impl Pair {
         true
     }
 
-    /// Each row that the model removed was told of once, with its bits, its step and its reason.
+    /// Checks that each row that the model removed was delivered once, with its bits, its step and its reason.
     fn check_told(&mut self) {
         if self.kept.is_none() {
             return;
@@ -201,7 +204,7 @@ impl Pair {
         assert_eq!(self.rig.table.stats().expect("stats").eviction.expect("a rule").undelivered, 0);
     }
 
-    /// A sweep by the table's rule, or by any rule where one is given with each sweep.
+    /// Runs a sweep by the table's rule, or by any rule if one is passed to each sweep.
     fn sweep(&mut self, dice: &mut Dice) {
         if self.rig.table.config().eviction.as_ref().expect("a rule").rule == EvictionRule::PerSweep {
             let step = self.model.step.saturating_sub(dice.roll(8));
@@ -215,7 +218,7 @@ impl Pair {
         self.model.sweep();
     }
 
-    /// Import rows, but none of a batch between forward and backward.
+    /// Imports rows, but none of a batch between forward and backward.
     fn import(&mut self, dice: &mut Dice) {
         let new = dice.ids(5).into_iter().filter(|id| !self.model.in_place.contains(id));
         let rows: Contents = new.map(|id| (id, row_of(id))).collect();
@@ -223,7 +226,7 @@ impl Pair {
         self.model.rig.import(&rows).expect("imported");
     }
 
-    /// A batch is forwarded, sweeps come by other batches, and then it is trained or given up.
+    /// Forwards a batch, runs sweeps by other batches, and then trains or releases it.
     fn train_around_others(&mut self, dice: &mut Dice) {
         self.finish();
         let ids = dice.ids(30);
@@ -341,7 +344,7 @@ fn the_same_rows_die_for_any_tiers_and_any_lookahead() {
         [(0, 0), (0, 3), (1, 0), (1, 1), (1, 8), (2, 0), (2, 1), (2, 4)].into_iter().enumerate()
     {
         for (which, rule) in rules().iter().enumerate() {
-            // Every other table keeps its evicted rows; in the others nobody is told.
+            // Every other table queues its evicted rows; the others do not deliver them.
             let mut pair = Pair::new(tiers, rule, every[(number + which) % every.len()], (number + which / 2) % 2 == 0);
             let mut dice = Dice(((number * 10 + which) as u64) << 32);
             for _ in 0..150 * embcache_tests::times() {
@@ -403,7 +406,7 @@ fn a_row_that_died_is_counted_from_nothing_before_it_is_admitted_again() {
         let (rig, _) = Rig::with_faults(wanted);
         let has = |id: Id| rig.table.read_rows(&[id]).expect("rows").found[0];
         rig.train(&[1, 1, 1], 1, 0).expect("a step");
-        // This plan has pinned the row, which dies before its turn.
+        // This plan has pinned the row, which expires before the plan is used.
         let ahead = rig.plan(&[1, 1], PlanMode::TRAIN_PREFETCH).expect("a plan ahead");
         for id in 2..5 {
             rig.train(&[id], 1, 0).expect("a step");
@@ -419,7 +422,7 @@ fn a_row_that_died_is_counted_from_nothing_before_it_is_admitted_again() {
 #[test]
 fn a_row_that_a_batch_held_while_its_record_was_passed_dies_once_the_batch_has_ended() {
     let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
-    // Room for the index of these rows, and for some hundreds of them.
+    // Space for the index of these rows, and for several hundred of them.
     let wanted = TableConfig { host_bytes: 400_000, ..settings(1, Some(eviction)) };
     let (rig, _) = Rig::with_faults(wanted);
     for first in (0..30_000).step_by(1000) {
@@ -430,13 +433,13 @@ fn a_row_that_a_batch_held_while_its_record_was_passed_dies_once_the_batch_has_e
     let held = rig.plan(&[5], PlanMode::EVALUATE).expect("a plan");
     rig.place(&held).expect("a place");
     rig.table.sweep().expect("a sweep");
-    // Each batch goes on with the sweep, which has passed some of the records on SSD by then.
+    // Each batch continues the sweep, which has passed some of the records on SSD by then.
     for _ in 0..3 {
         rig.evaluate(&[-2], BAG, true).expect("an evaluation");
     }
     assert!(rig.table.stats().expect("stats").eviction.expect("a rule").is_sweeping);
     drop(held);
-    // Others push the row out of RAM. It is not written, because SSD has it.
+    // Others evict the row from RAM. It is not written, because SSD has it.
     rig.evaluate(&(100_000..103_000).collect::<Vec<Id>>(), BAG, false).expect("an evaluation");
     assert_eq!(rig.table.len().expect("rows"), 1);
     assert_eq!(rig.contents().expect("contents").into_keys().collect::<Vec<Id>>(), [-2]);

@@ -1,4 +1,4 @@
-//! Sweeps by a rule that is given with each of them, because ranks agree on it.
+//! Tests of sweeps by a rule that is passed to each of them, because ranks agree on it.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
@@ -23,7 +23,7 @@ fn settings(tiers: usize, rule: EvictionRule) -> TableConfig {
     TableConfig { eviction: Some(EvictionConfig { rule, every_steps: NonZeroU64::new(1) }), ..made }
 }
 
-/// A table that has trained ids 10 s to 10 s + 9 in step s, from 1 on.
+/// A table that has trained ids 10 s to 10 s + 9 in step s, starting at step 1.
 fn trained(tiers: usize, rule: EvictionRule, steps: Id) -> Rig {
     let (rig, _) = Rig::with_faults(settings(tiers, rule));
     for step in 1..=steps {
@@ -41,13 +41,13 @@ fn a_sweep_takes_what_the_rule_says_that_it_is_given_and_the_table_sweeps_by_not
     for tiers in 0..3 {
         let rig = trained(tiers, EvictionRule::PerSweep, 20);
         assert_eq!(ids(&rig).len(), 200, "no sweep is due by itself");
-        // Twice after one step, by rules that take ever more, then less, then nothing.
+        // Twice after one step, by rules that match more and more, then fewer, then no rows.
         for (until, first) in [(4, 50), (9, 100), (7, 100)] {
             rig.table.sweep_with_rule(&EvictionRule::TrainedUntil { step: until }).expect("a sweep");
             assert_eq!(ids(&rig), (first..210).collect(), "tiers {tiers}");
         }
         rig.table.sweep_with_rule(&EvictionRule::Nothing).expect("a sweep");
-        // One that is under way when the next comes, with other rows.
+        // A sweep that is running when the next one starts, with other rows.
         let joined =
             |step, below| EvictionRule::All(vec![EvictionRule::TrainedUntil { step }, EvictionRule::ScoreBelow(below)]);
         rig.table.sweep_with_rule(&joined(12, 1e9)).expect("a sweep");

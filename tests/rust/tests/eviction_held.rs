@@ -1,4 +1,5 @@
-//! Eviction by rule where batches hold rows, where something fails on the way, and where rows come in or the step is set meanwhile.
+//! Tests of eviction by rule when batches pin rows, when an operation fails, and when rows are imported or the step is
+//! set concurrently.
 
 use embcache::Kind;
 use embcache::cache::{BaseCheckpoint, Plan, PlanMode};
@@ -10,7 +11,8 @@ use embcache_tests::{Contents, Rig, config, three_tiers};
 const DIM: usize = 4;
 const BAG: usize = 5;
 
-/// A table whose rule is applied by calls. With `on_device` it has three tiers, and room in RAM for some hundreds of rows and the index.
+/// A table whose rule is applied by calls. With `on_device` it has three tiers, and space in RAM for several hundred
+/// rows and the index.
 fn rig(rule: EvictionRule, on_device: bool) -> Rig {
     let made = if on_device {
         TableConfig {
@@ -24,7 +26,7 @@ fn rig(rule: EvictionRule, on_device: bool) -> Rig {
     Rig::with_faults(TableConfig { eviction: Some(EvictionConfig { rule, every_steps: None }), ..made }).0
 }
 
-/// Import rows that were trained last at step 0.
+/// Imports rows whose last step is 0.
 fn import(rig: &Rig, ids: std::ops::Range<Id>) {
     let row_of = |id| (RowHeader { id, count: 7, score: 2.0, ..RowHeader::default() }, vec![0.5_f32.to_bits(); DIM]);
     for first in ids.clone().step_by(1000) {
@@ -33,8 +35,8 @@ fn import(rig: &Rig, ids: std::ops::Range<Id>) {
     }
 }
 
-/// A table of so many rows that a sweep takes, and a batch that was placed before it: its row, of id 5, has a slot on the device and is not
-/// there yet.
+/// A table with this number of rows that match a sweep, and a batch that was placed before it: its row, of id 5, has a
+/// slot on the device and is not there yet.
 fn swept_amid_a_batch(rows: Id) -> (Rig, Plan) {
     let rig = rig(EvictionRule::Unused { steps: 1 }, true);
     import(&rig, 0..rows);
@@ -50,7 +52,7 @@ fn ids_of(rig: &Rig) -> Vec<Id> {
     rig.contents().expect("contents").into_keys().collect()
 }
 
-/// How often the row of an id was trained.
+/// The number of times that the row of an id was trained.
 fn count_of(rig: &Rig, id: Id) -> u32 {
     rig.table.read_rows(&[id]).expect("rows").headers[0].count
 }
@@ -90,7 +92,7 @@ fn a_row_that_a_batch_is_to_bring_to_the_device_lives_on_for_batches_beside_it()
     }
 }
 
-/// Sweep while a batch in place has row 1, so that the sweep leaves the row for later. The batch ends then.
+/// Sweeps while an active batch has row 1, so that the sweep defers the row. The batch then ends.
 fn leave_spared(rig: &Rig) {
     let held = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
     rig.place(&held).expect("a place");
@@ -104,7 +106,7 @@ fn a_batch_never_reads_a_dead_row_whose_burial_has_failed() {
     let rig = rig(EvictionRule::NormBelow(100.0), true);
     rig.train(&[1, 2], BAG, 0).expect("a step");
     leave_spared(&rig);
-    // The weights decide, and they are on the device.
+    // The rule reads the weights, which are on the device.
     let plan = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
     rig.set_device_busy(true);
     assert_eq!(rig.place(&plan).expect_err("the row cannot be judged for the batch either").kind(), Kind::Storage);
@@ -195,7 +197,7 @@ fn the_step_is_not_set_back_while_a_sweep_spares_rows_of_a_batch() {
     let out = rig.forward(&held, 1, BAG).expect("a forward");
     rig.backward(&held, out.len(), 0).expect("a backward");
     assert_eq!(ids_of(&rig), [1, 4]);
-    // Without such rows nothing is in the way, and what is trained then is not the old sweep's.
+    // Without such rows nothing blocks, and rows trained afterwards do not belong to the old sweep.
     rig.table.sweep().expect("a sweep");
     rig.table.set_step(0).expect("set back");
     rig.train(&[9], BAG, 0).expect("a step");
@@ -204,8 +206,8 @@ fn the_step_is_not_set_back_while_a_sweep_spares_rows_of_a_batch() {
     assert_eq!(ids_of(&rig), [1, 9]);
 }
 
-/// A table whose sweeps are given their rules, and a batch between its forward and its backward that has row 1. A sweep by weights, which
-/// takes row 1 and row 2, has come to no end.
+/// A table whose sweeps receive their rules, and a batch between its forward and its backward that has row 1. A sweep
+/// by weights, which matches row 1 and row 2, has not finished.
 fn held_by_a_sweep_that_reads_the_device() -> (Rig, embcache::cache::Plan) {
     let rig = rig(EvictionRule::PerSweep, true);
     rig.train(&[1, 2], BAG, 0).expect("a step");
@@ -232,7 +234,7 @@ fn a_sweep_that_waits_for_another_one_begins_only_where_that_has_ended() {
         let stats = rig.table.stats().expect("stats").eviction.expect("a rule");
         assert_eq!((stats.evicted, stats.is_sweeping), (u64::from(!fails), true), "row 1 is spared in the end");
     }
-    // Row 1 is dead with its batch. What begins a sweep that was prepared reads nothing, and so cannot fail.
+    // Row 1 expires with its batch. Starting a prepared sweep reads nothing, and so cannot fail.
     drop(held);
     rig.amid_device_read(0, busy);
     rig.table.sweep_with_rule(&nothing).expect("prepared");
@@ -269,7 +271,7 @@ fn a_batch_never_reads_a_row_that_an_older_sweep_took_whose_burial_has_failed() 
     for fails in [2, 1] {
         let plan = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
         if fails == 2 {
-            // The sweep fails to go on, and so does the second look at the batch's own rows.
+            // The sweep fails to continue, and so does the second evaluation of the batch's own rows.
             rig.amid_device_read(0, busy);
             let again = rig.table.len();
             assert_eq!(again.expect_err("the device is busy").kind(), Kind::Storage);
@@ -285,8 +287,9 @@ fn a_batch_never_reads_a_row_that_an_older_sweep_took_whose_burial_has_failed() 
     assert_eq!(ids_of(&rig), [] as [Id; 0]);
 }
 
-/// Sweep by weights so often that what the sweeps spare is more than a table keeps, with a checkpoint saved after the first ones, while a
-/// batch holds row 1, whose norm is 1. Returns the ids that are there in the end, and how many checkpoints a delta can build on.
+/// Runs sweeps by weights until they defer more than a table keeps, with a checkpoint saved after the first
+/// ones, while a batch has row 1, whose norm is 1. Returns the remaining ids, and the number of checkpoints that can be
+/// the base of a delta.
 fn after_many_sweeps_amid_a_batch(below: impl Fn(u32) -> f64) -> (Vec<Id>, usize) {
     let rig = rig(EvictionRule::PerSweep, false);
     import(&rig, 1..3);
@@ -295,7 +298,7 @@ fn after_many_sweeps_amid_a_batch(below: impl Fn(u32) -> f64) -> (Vec<Id>, usize
     rig.place(&held).expect("a place");
     for number in 0..70 {
         rig.table.sweep_with_rule(&EvictionRule::NormBelow(below(number))).expect("a sweep");
-        // It does not take what the one before takes.
+        // It does not match the rows of the previous sweep.
         rig.table.sweep_with_rule(&EvictionRule::Nothing).expect("a sweep");
         if number == 40 {
             let next_epoch = rig.table.epoch().expect("an epoch") + 1;
@@ -339,7 +342,7 @@ fn a_table_is_not_full_of_rows_that_a_sweep_has_spared_until_their_batch_ended()
     assert_eq!(rig.table.len().expect("rows"), room);
     assert_eq!(rig.plan(&[-2], PlanMode::TRAIN).map(drop).expect_err("full").kind(), Kind::Capacity);
     drop(held);
-    // No batch was placed since, which would have buried them.
+    // No batch was placed since, which would have removed them.
     let plan = rig.plan(&[-2, -3], PlanMode::TRAIN).expect("there is room");
     rig.finish(&plan, 2, BAG, 0).expect("a step");
     assert_eq!(ids_of(&rig), [-3, -2, -1]);
@@ -382,7 +385,7 @@ fn a_state_that_is_resumed_knows_whether_a_sweep_was_the_last_that_changed_the_t
     }
 }
 
-/// A table whose rows are all taken by a sweep but those of ids below 0, and an evaluation that has kept the row of id 5.
+/// A table whose rows all match a sweep except those of ids below 0, and an evaluation that has pinned the row of id 5.
 fn swept_amid_an_evaluation(on_device: bool) -> (Rig, Plan) {
     let rig = rig(EvictionRule::Unused { steps: 1 }, on_device);
     import(&rig, 0..40);
@@ -404,7 +407,7 @@ fn an_evaluation_that_ends_amid_an_export_does_not_end_the_export() {
         let mut ids: Vec<Id> =
             export.next().expect("a chunk").expect("a row").headers.iter().map(|row| row.id).collect();
         drop(evaluation);
-        // The row is dead now, and this would have buried it.
+        // The row has expired, and this would have removed it.
         rig.evaluate(&[-1, 60], BAG, true).expect("an evaluation");
         for chunk in export.by_ref() {
             ids.extend(
@@ -433,7 +436,7 @@ fn an_evaluation_that_ends_amid_an_export_which_nobody_takes_to_its_end_dies_onc
     rig.evaluate(&[-1], BAG, true).expect("an evaluation");
     assert!(is_under_way(&rig));
     drop(export);
-    // The export's thread may still be there, which ends soon.
+    // The export's thread may still exist, and stops soon.
     while is_under_way(&rig) {
         rig.evaluate(&[-1], BAG, true).expect("an evaluation");
         std::thread::yield_now();

@@ -1,4 +1,5 @@
-//! The order in which sweeps take rows: a census of a table's rows, and sweeps that take those below a standing, held against a sorted list.
+//! Tests of the eviction order: a score histogram of a table's rows, and sweeps that evict the rows below a threshold,
+//! compared with a sorted list.
 
 use std::collections::BTreeSet;
 
@@ -27,7 +28,7 @@ fn settings(tiers: usize) -> TableConfig {
     TableConfig { score_half_life_steps: HALF_LIFE, seed: 0, key: 0, eviction, ..made }
 }
 
-/// The standing of a row after step `step`, with its id: written down from what the order means.
+/// The rank key of a row after step `step`, with its id: written from the definition of the order.
 fn expected(contents: &Contents, step: u64) -> Vec<(RankKey, Id)> {
     let decay = ScoreDecay::new(HALF_LIFE).expect("in range");
     let looked_at = contents.iter().filter(|(_, (header, _))| header.last_step <= step);
@@ -77,7 +78,7 @@ fn sweeps_take_exactly_the_rows_below_a_place_for_any_tiers() {
                 2 | 3 => {
                     let rows = rig.contents().expect("contents");
                     let standings = expected(&rows, step);
-                    // A batch whose rows come ahead moves some of them meanwhile.
+                    // A batch whose rows are prefetched moves some of them concurrently.
                     let ids = dice.ids(20);
                     let ahead = rig.plan(&ids, PlanMode::TRAIN_PREFETCH).expect("a plan ahead");
                     assert!(
@@ -93,7 +94,7 @@ fn sweeps_take_exactly_the_rows_below_a_place_for_any_tiers() {
                     rig.table.sweep_with_rule(&rule).expect("a sweep");
                     drop(ahead);
                     let dead: BTreeSet<Id> = standings[..at].iter().map(|(_, id)| *id).collect();
-                    // Also those that came with a later last step, which a sweep does not look at.
+                    // Includes the rows with a later last step, which a sweep does not evaluate.
                     let stay: BTreeSet<Id> = rows.into_keys().filter(|id| !dead.contains(id)).collect();
                     let left: BTreeSet<Id> = rig.contents().expect("contents").into_keys().collect();
                     let differ: Vec<&Id> = left.symmetric_difference(&stay).collect();
@@ -128,7 +129,7 @@ fn a_census_counts_parts_of_a_span_and_only_of_the_version_and_the_step_that_are
         };
         assert_eq!((parts.len(), standings.len()), (2, 800));
         assert_eq!(parts.iter().map(|(_, part)| part.rows).collect::<Vec<u64>>(), [700, 100]);
-        // Those of one score and one step differ by their ids, of which the negative ones are the greatest.
+        // Rows of one score and one step differ by their ids, of which the negative ones are the largest.
         let (low, high) = (parts[0].1.low, parts[0].1.high);
         assert_eq!((low.id, high.id), (0, (-1_i64).cast_unsigned()));
         let narrower = RankKeyRange { low, high, is_listed: false };

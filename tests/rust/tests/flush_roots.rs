@@ -1,4 +1,4 @@
-//! A flush of tables below several roots is one decision, wherever it is stopped.
+//! A flush of tables below several commit directories is atomic, at whichever point it stops.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -42,7 +42,7 @@ fn contents(rigs: &[Rig]) -> Vec<Contents> {
     rigs.iter().map(|rig| rig.contents().expect("rows")).collect()
 }
 
-/// Flush as `torchrec_embcache.flush` does. States that earlier flushes left incomplete are `forgotten`.
+/// Flushes like `torchrec_embcache.flush`. States that earlier flushes left incomplete are `forgotten`.
 fn flush(engine: &Arc<dyn IoEngine>, rigs: &[Rig], token: u64) -> embcache::Result<()> {
     let roots: Vec<CommitDirectory> = (0..ROOTS.len()).map(|number| root(engine, number)).collect();
     let names = (77..).zip(&roots).map(|(random, root)| root.ensure_name(random)).collect::<Result<Vec<u64>, _>>()?;
@@ -69,7 +69,7 @@ fn flush(engine: &Arc<dyn IoEngine>, rigs: &[Rig], token: u64) -> embcache::Resu
     Ok(())
 }
 
-/// The token that each root resumes, as its tables find it one by one.
+/// The commit id that each root resumes, as its tables find it one by one.
 fn tokens(engine: &Arc<dyn IoEngine>) -> Vec<Option<u64>> {
     let newest = |number: usize| {
         let published = SsdTier::published_commit_ids(&directory(number), &**engine).expect("listed");
@@ -87,7 +87,8 @@ fn disk() -> MemoryEngine {
     memory
 }
 
-/// Do flushes 1, 2 and 3 with training between them. The result is the rows at each flush, and how many of them returned.
+/// Runs flushes 1, 2 and 3 with training between them. Returns the rows at each flush, and the number of flushes that
+/// returned.
 fn run(engine: &Arc<dyn IoEngine>) -> (Vec<Vec<Contents>>, usize, embcache::Result<()>) {
     let (mut states, mut done) = (Vec::new(), 0);
     let mut all = || {
@@ -127,7 +128,7 @@ fn roots_agree_after_a_stop_at_every_operation_of_flushes() {
             assert!(token as usize >= done, "{context}: {token}");
             let rigs = open(&engine, ReopenMode::Resume, Some(token)).unwrap_or_else(|e| panic!("{context}: {e}"));
             assert!(contents(&rigs) == states[token as usize - 1], "{context}: other rows");
-            // Training goes on from there. A flush that did not finish is no state of any later resume.
+            // Training continues. A flush that did not finish is not a state of any later resume.
             train(&rigs, 9).expect("trained");
             let trained = contents(&rigs);
             flush(&engine, &rigs, 9).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -188,7 +189,7 @@ fn a_coordinator_that_is_not_there_or_is_another_is_an_error_that_names_it() {
     assert!(!second.is_committed(3).expect("decided"));
     first.commit(3).expect("committed");
     assert!(second.is_committed(3).expect("decided"));
-    // Another disk is mounted there, with flush marks of its own.
+    // Another disk is mounted there, with its own commit records.
     for path in engine.list(Path::new("/one/.flushed")).expect("listed") {
         engine.remove_file(&path).expect("removed");
     }

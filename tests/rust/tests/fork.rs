@@ -1,5 +1,5 @@
-//! A process is forked while other threads of its parent are inside the table. The child gets typed errors and does not hang, the
-//! parent is not affected, and the child can make tables of its own.
+//! A process is forked while other threads of its parent are inside the table. The child gets typed errors and does not
+//! hang, the parent is not affected, and the child can create its own tables.
 #![allow(unsafe_code)]
 
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ fn ids(batch: i64) -> Vec<Id> {
     (0..50).map(|id| batch * 50 + id).collect()
 }
 
-/// Use `rig`, which comes from the parent, in every way. The result is the calls that did not end in a typed error.
+/// Uses `rig`, which comes from the parent, in every way. Returns the calls that did not end in a typed error.
 fn uses_that_pass(rig: Rig, plan: Plan, mut stream: ExportStream) -> Vec<&'static str> {
     let state = |error: embcache::Error| error.kind() == Kind::State && error.to_string().contains("fork");
     let refused = [
@@ -73,7 +73,7 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
             scope.spawn(|| stuck.wait().expect("its rows, once they are let go"));
             scope.spawn(|| rig.table.read_rows(&ids(2)).expect("rows, once they are let go"));
             faults.wait_until_held();
-            // SAFETY: the child calls the code under test and leaves by _exit.
+            // SAFETY: the child calls the code under test and exits by _exit.
             let child = unsafe { libc::fork() };
             if child == 0 {
                 // SAFETY: alarm touches no memory. It kills a child that hangs.
@@ -99,7 +99,7 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
                 if !passed.is_empty() {
                     eprintln!("did not do what it should in the child: {passed:?}");
                 }
-                // SAFETY: _exit ends this process without the test harness's exit handlers.
+                // SAFETY: _exit terminates this process without the test harness's exit handlers.
                 unsafe { libc::_exit(if passed.is_empty() { 42 } else { 1 }) };
             }
             faults.release();
@@ -107,7 +107,7 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
         });
         assert!(child > 0, "fork failed");
         let mut status = 0;
-        // SAFETY: this waits for the child that was made above, and `status` outlives the call.
+        // SAFETY: this waits for the child that was created above, and `status` outlives the call.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 42, "the child ended with status {status}");
         assert_eq!(rig.table.read_rows(&ids(0)).expect("rows").vectors, expected);

@@ -27,7 +27,7 @@ impl Fixture {
         self.engine.open(&self.path(name), IoOpenMode::Create { preallocate }).unwrap()
     }
 
-    /// Make a file of `len` bytes in a pattern.
+    /// Creates a file of `len` bytes in a pattern.
     fn filled(&self, name: &str, len: usize) -> (Arc<dyn IoFile>, Vec<u8>) {
         let file = self.create(name, 0);
         let data = pattern(len.next_multiple_of(ALIGNMENT));
@@ -45,7 +45,7 @@ fn pattern(len: usize) -> AlignedBuf {
     data
 }
 
-/// Each engine with a new directory. Where the system refuses `io_uring` its two engines are left out.
+/// Each engine with a new directory. Without `io_uring` its two engines are omitted.
 fn every_engine() -> Vec<Fixture> {
     let mut engines: Vec<Arc<dyn IoEngine>> = vec![
         Arc::new(MemoryEngine::default()),
@@ -77,7 +77,7 @@ fn on_every_engine(behaviour: impl Fn(&Fixture)) {
     }
 }
 
-/// The outcomes of a batch by position. Each read must be handed over exactly once.
+/// The outcomes of a batch by position. Each read must be returned exactly once.
 fn read_all(engine: &dyn IoEngine, reads: &[IoReadRequest]) -> Vec<Result<Vec<u8>>> {
     let mut outcomes: Vec<Option<Result<Vec<u8>>>> = reads.iter().map(|_| None).collect();
     engine.read_batch(reads, &mut |position, outcome, _| {

@@ -1,4 +1,4 @@
-//! The fault engine does what it is told, and nothing else.
+//! The fault engine injects exactly the specified faults.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -148,7 +148,7 @@ fn faults_in_a_batch_hit_their_reads_only() {
         Err(error) => hit.push((position, Some(error.kind()))),
     });
     hit.sort_unstable_by_key(|(position, _)| *position);
-    // A rule that hits takes the operation, so the rules behind it count from the next one.
+    // A rule that hits consumes the operation, so the rules after it count from the next one.
     assert_eq!(hit, [(10, Some(Kind::Storage)), (21, None), (32, Some(Kind::Corruption))]);
 }
 

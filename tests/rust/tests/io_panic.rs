@@ -1,4 +1,4 @@
-//! A panic (a bug) in a thread that reads a batch becomes the error of what that thread was reading, and nobody waits for ever.
+//! A panic (a bug) in a thread that reads a batch becomes the error of its current read, and no thread waits forever.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -45,7 +45,7 @@ impl IoFile for Patterned {
     }
 }
 
-/// Read at `offsets` in one batch. The result is what came for each, and each must come once.
+/// Reads at `offsets` in one batch. Returns the result of each read, which must arrive once.
 fn read(engine: &PsyncEngine, offsets: &[u64]) -> Vec<Result<u8>> {
     let file: Arc<dyn IoFile> = Arc::new(Patterned);
     let reads: Vec<IoReadRequest> =
@@ -62,7 +62,7 @@ fn a_panic_in_a_thread_that_reads_is_an_error_of_its_reads_and_the_others_come()
     let offsets: Vec<u64> = (0..400).map(|read| read * 100).collect();
     let engine = PsyncEngine::default();
     watched(String::new, || {
-        // This is done more often than there are threads, so none of them ended by it.
+        // This repeats more often than there are threads, so no thread was lost.
         for _ in 0..40 {
             let mut failed = 0;
             for (came, &offset) in read(&engine, &offsets).iter().zip(&offsets) {

@@ -15,7 +15,8 @@ use embcache::io::{
 
 const HELD_DIR: &str = "EMBCACHE_TEST_HELD_DIR";
 
-/// The other process of the test below, which holds a directory until it is killed. Without the variable there is nothing to do.
+/// The other process of the test below, which locks a directory until it is killed. Without the variable it does
+/// nothing.
 #[test]
 fn other_process() {
     let Some(dir) = std::env::var_os(HELD_DIR) else { return };
@@ -74,10 +75,10 @@ fn a_directory_given_up_is_free_although_a_forked_child_lives() {
 
 #[test]
 fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() {
-    // A process forks a child and ends, while it holds directories in both ways.
+    // A process forks a child and exits, while it holds directory locks of both kinds.
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (mut from, mut to) = std::io::pipe().unwrap();
-    // SAFETY: the child only calls what follows, and leaves by _exit.
+    // SAFETY: the child only calls the code below, and exits by _exit.
     let parent = unsafe { libc::fork() };
     if parent == 0 {
         let held = (
@@ -87,7 +88,7 @@ fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() 
         // SAFETY: this child only writes its pid and waits until it is killed.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // By now this process has given up the directories.
+            // This process has released the directories at this point.
             std::io::Write::write_all(&mut to, &std::process::id().to_le_bytes()).unwrap();
             loop {
                 // SAFETY: pause only waits for a signal.
@@ -95,7 +96,7 @@ fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() 
             }
         }
         std::mem::forget(held);
-        // SAFETY: _exit ends this process, which has nothing left to do.
+        // SAFETY: _exit terminates this process, which has nothing left to do.
         unsafe { libc::_exit(0) };
     }
     let mut child = [0; 4];
@@ -103,7 +104,7 @@ fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() 
     // SAFETY: `parent` is a child of this process, and the call writes nowhere.
     unsafe { libc::waitpid(parent, std::ptr::null_mut(), 0) };
     let again = (DirLock::acquire(one.path()), DirLock::acquire_for(two.path(), DirLockPurpose::ToRead));
-    // SAFETY: this kills the process whose pid came through the pipe. Nobody else needs it.
+    // SAFETY: this kills the process whose pid came through the pipe. No other process needs it.
     unsafe { libc::kill(i32::from_le_bytes(child), libc::SIGKILL) };
     again.0.unwrap();
     again.1.unwrap();
@@ -118,7 +119,7 @@ fn readers_hold_a_directory_together_and_who_removes_it_alone() {
         let hold = |how| engine.lock_dir_for(dir.path(), how);
         let (one, two) = (hold(DirLockPurpose::ToRead).unwrap(), hold(DirLockPurpose::ToRead).unwrap());
         assert_eq!(hold(DirLockPurpose::ToRemove).unwrap_err().kind(), Kind::InUse);
-        // Writers hold the directory in another way, which is independent of this one.
+        // Writers lock the directory separately, which is independent of this lock.
         drop(engine.lock_dir(dir.path()).unwrap());
         drop(one);
         assert_eq!(hold(DirLockPurpose::ToRemove).unwrap_err().kind(), Kind::InUse);
@@ -146,14 +147,14 @@ fn a_lock_file_that_is_a_symbolic_link_is_refused() {
     assert_eq!(std::fs::read(dir.path().join("precious")).unwrap(), b"data");
 }
 
-/// Run `child` in a fork. The result is its exit code.
+/// Runs `child` in a fork. Returns its exit code.
 fn forked(child: impl FnOnce() -> bool) -> i32 {
-    // SAFETY: the child only touches what it inherited and leaves by _exit, without destructors or the test harness.
+    // SAFETY: the child only accesses inherited state and exits by _exit, without destructors or the test harness.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
         let good = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(false);
-        // SAFETY: _exit ends this process without the test harness's exit handlers.
+        // SAFETY: _exit terminates this process without the test harness's exit handlers.
         unsafe { libc::_exit(i32::from(!good)) };
     }
     let mut status = 0;

@@ -1,4 +1,4 @@
-//! Rows on their way to the device lie in memory that the caller lends.
+//! Rows on their way to the device are stored in a buffer supplied by the caller.
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ fn rows_come_to_the_device_from_lent_memory_wherever_they_were() {
             let ids: Vec<Id> = (0..18).map(|_| dice.roll(200) as Id).collect();
             let plan = rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
             let most = plan.max_arriving_rows().expect("a plan")[0];
-            // Where the memory is too small for all rows, they lie elsewhere.
+            // If the buffer is too small for all rows, they are stored elsewhere.
             let is_enough = number % 5 != 4;
             let mut lent = vec![f32::NAN; if is_enough { most + 2 } else { most.saturating_sub(1) } * FLOATS];
             let from_lent = rig.place_from(&plan, &mut lent).expect("rows in their slots");

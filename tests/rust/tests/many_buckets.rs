@@ -1,5 +1,5 @@
-//! The starts of buckets are read in windows, so the number of buckets, which is a number in a file, requests no memory. This test
-//! is alone in its file, because it looks at the memory of its process.
+//! The starts of buckets are read in windows, so the number of buckets, which comes from a file, allocates no memory.
+//! This test has its own file, because it measures the memory of its process.
 #![allow(clippy::unwrap_used)]
 
 #[path = "checkpoint/made.rs"]
@@ -35,7 +35,7 @@ fn a_load_takes_no_memory_for_buckets_that_it_does_not_hold() {
     let directory = directory_in(&engine, ROOT);
     let latest = LatestCheckpoint::read(&directory).unwrap();
     let checkpoint = OpenCheckpoint::open(&directory, latest).unwrap();
-    // The peak counts from here on.
+    // The peak counts from here.
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     let before = status("VmRSS");
     for (buckets, share) in [(0..BUCKETS, 1), (0..BUCKETS / 2, 2), (BUCKETS / 2..BUCKETS, 2)] {

@@ -1,7 +1,7 @@
-//! The real memory of a process under load stays within `host_bytes` and the constants of docs/configuration.md, and does not grow
-//! over thousands of steps.
+//! The real memory of a process under load stays within `host_bytes` and the constants of docs/configuration.md, and
+//! does not grow over thousands of steps.
 //!
-//! Each case runs in a process of its own, so that it is charged for itself alone.
+//! Each case runs in its own process, so that only its own memory is measured.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -18,10 +18,10 @@ use embcache_tests::{Rig, config, directory_in};
 
 const CASE: &str = "EMBCACHE_TEST_MEMORY_CASE";
 const MIB: u64 = 1 << 20;
-/// The bytes that a table on SSD and its process take beyond `host_bytes`, as documented: write buffers, the engine's buffers,
-/// threads, the first pages of the index, and footers of open segments.
+/// Bytes that a table on SSD and its process use beyond `host_bytes`, as documented: write buffers, the engine's
+/// buffers, threads, the first pages of the index, and footers of open segments.
 const PROCESS_BYTES: u64 = 64 * MIB;
-/// The bytes of a plan for each distinct id, and for each occurrence.
+/// Bytes of a plan per distinct id, and per occurrence.
 const PLAN_BYTES_PER_ID: u64 = 160;
 const DIM: usize = 32;
 
@@ -32,7 +32,7 @@ fn status(field: &str) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// The most bytes that were resident in this process so far.
+/// Peak resident bytes of this process.
 fn peak() -> u64 {
     status("VmHWM:") * 1024
 }
@@ -60,7 +60,7 @@ fn report(what: &str, limit: u64, start: u64) {
     assert!(peak <= limit, "{what}: {peak} bytes more than at the start, {limit} are allowed");
 }
 
-/// Train rows of several times the budget, three batches ahead, then flush and save.
+/// Trains rows of several times the budget, three batches ahead, then flushes and saves.
 fn train_and_save(dir: &Path) {
     let start = resident();
     let (host_bytes, rows, ids) = (12 * MIB, 330_000, 4096);
@@ -83,7 +83,8 @@ fn train_and_save(dir: &Path) {
     report("training", host_bytes + PROCESS_BYTES + plans, start);
     rig.table.flush(1).unwrap();
     report("flushing", host_bytes + PROCESS_BYTES + plans, start);
-    // Room for rows from SSD that are gathered to a group, and for six images of a group that are filled or on their way to disk.
+    // Space for rows from SSD that are gathered to a group, and for six images of a group that are filled or being
+    // written.
     let group = 2 * MIB;
     let engine = default_engine().unwrap();
     std::fs::create_dir(dir.join("saved")).unwrap();
@@ -96,7 +97,7 @@ fn train_and_save(dir: &Path) {
     report("saving", host_bytes + PROCESS_BYTES + plans + 7 * group + in_ram, start);
 }
 
-/// Put so many rows on SSD that their index takes most of the budget, and rows in RAM make room for it.
+/// Puts rows on SSD until their index uses most of the budget, and rows in RAM are evicted for it.
 fn index_growth(dir: &Path) {
     let start = resident();
     let host_bytes = 24 * MIB;
@@ -125,7 +126,7 @@ fn count(dir: &str) -> usize {
     std::fs::read_dir(dir).unwrap().count()
 }
 
-/// Do thousands of small steps with evaluations, exports, flushes and dropped plans. Nothing may grow.
+/// Runs thousands of small steps with evaluations, exports, flushes and dropped plans. Nothing may grow.
 fn steps_leave_nothing(dir: &Path) {
     let rig = Rig::open(tiers(&dir.join("t"), MIB / 4, 2 * MIB), default_engine().unwrap()).unwrap();
     let mut token = 0;
@@ -148,12 +149,12 @@ fn steps_leave_nothing(dir: &Path) {
     run(1000..3000);
     let after = (resident(), count("/proc/self/fd"), count("/proc/self/task"));
     println!("resident, files, threads: {before:?}, then {after:?}");
-    // The files are those of segments, whose number varies. A dropped export ends its thread soon.
+    // The files are those of segments, whose number varies. A dropped export soon stops its thread.
     assert!(after.0 < before.0 + 4 * MIB, "{before:?} became {after:?}");
     assert!(after.1 < before.1 + 200 && after.2 < before.2 + 8, "{before:?} became {after:?}");
 }
 
-/// The other process of the tests below. Without the variable there is nothing to do.
+/// The other process of the tests below. Without the variable it does nothing.
 #[test]
 fn child() {
     let Some(case) = std::env::var_os(CASE) else { return };

@@ -1,5 +1,5 @@
-//! A moment has the rows of the instant at which it was taken, bit for bit, whatever is done to the table before they are handed
-//! over.
+//! A snapshot has the rows of the instant at which it was taken, bitwise identical, for any change to the table before
+//! they are read.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -37,7 +37,7 @@ impl Dice {
     }
 }
 
-/// A table on which things are done. The same dice do the same things.
+/// A table and a sequence of random operations on it. The same dice run the same operations.
 struct Run {
     rig: Rig,
     dice: Dice,
@@ -118,7 +118,7 @@ struct Tiers {
     on_full: OnFull,
 }
 
-/// Rows are born, trained, evicted, moved between all tiers, and dropped.
+/// Rows are initialized, trained, evicted, moved between all tiers, and dropped.
 const TIERS: [Tiers; 7] = [
     Tiers { device_rows: None, host_rows: 400, ssd: None, on_full: OnFull::Error },
     Tiers { device_rows: None, host_rows: 90, ssd: None, on_full: OnFull::Evict },
@@ -148,7 +148,7 @@ fn rows_that_are_placed_and_updated_in_one_exclusive_change_are_saved_as_they_we
         rig.train(&(0..30).collect::<Vec<Id>>(), 1, 0).unwrap();
         let before = rig.contents().unwrap();
         let moment = rig.table.snapshot(&images(&engine, 1 << 20), 1).unwrap();
-        // Of these rows some are on the device, some are elsewhere, and one is new.
+        // Some of these rows are on the device, some are elsewhere, and one is new.
         let plan = rig.plan(&[1, 9, 20, 29, 50], PlanMode::TRAIN).unwrap();
         let change = || {
             rig.place(&plan).unwrap();
@@ -287,7 +287,8 @@ fn rows_that_cannot_be_kept_fail_the_moment_and_not_training() {
     }
 }
 
-/// An append goes on in another segment, whose file cannot be made. Its rows in the first segment then count as missing.
+/// An append continues in another segment, whose file cannot be created. Its rows in the first segment then count as
+/// missing.
 #[test]
 fn rows_that_a_failed_write_left_on_ssd_are_in_a_moment_once() {
     let mut half_written = 0;
@@ -355,13 +356,14 @@ fn clearing_and_closing_a_table_wait_for_its_moment() {
     }
 }
 
-/// Rows are written and compacted until all room was used several times over. Meanwhile nobody takes the moment's rows.
+/// Rows are written and compacted until all space was used several times. No thread reads the snapshot's rows during
+/// that.
 #[test]
 fn a_full_ssd_tier_goes_on_under_a_moment_that_nobody_reads() {
     for on_full in [OnFull::Error, OnFull::Evict] {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let tiers = Tiers { device_rows: None, host_rows: 40, ssd: Some(2 << 20), on_full };
-        // The capacity counts with the most bytes that a record can have. They are not much more than it has where rows are wide.
+        // The capacity assumes the maximum bytes of a record, which is close to the actual size if rows are wide.
         let mut wide = table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad);
         (wide.dim, wide.host_bytes) = (64, 40 * embcache::cache::host_row_bytes(&wide.layout(), wide.policy));
         let rig = Rig::open(wide, Arc::clone(&engine)).unwrap();
@@ -396,7 +398,7 @@ fn a_full_ssd_tier_goes_on_under_a_moment_that_nobody_reads() {
                     rig.table.flush(token).unwrap();
                 }
             }
-            // These are more rows than are in RAM, so segments were read before their turn.
+            // These are more rows than are in RAM, so segments were read early.
             assert!(images.file_bytes() > 8 << 10, "{}", images.file_bytes());
             assert_eq!(contents(moment).unwrap(), expected);
         });

@@ -1,4 +1,4 @@
-//! What a published state keeps beside the rows, at the least `ssd_bytes` that have room for it: nothing of it goes without a word.
+//! The other state in a published state, at the minimum `ssd_bytes` that fits it: no part of it is lost silently.
 
 use std::sync::Arc;
 
@@ -13,11 +13,11 @@ use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::{Contents, Rig, config};
 
-/// A part of this many is a note's.
+/// The metadata blob gets one part in this number.
 const SHARE: u64 = 2048;
 const MINUTE: u64 = 60_000;
 
-/// A table with a shared row, or with a rule in seconds, or with both. Only imported rows are trained.
+/// A table with an OOV row, or with a rule in seconds, or with both. Only imported rows are trained.
 fn settings(dim: usize, shared: bool, timed: bool, ssd_bytes: u64) -> TableConfig {
     let ssd = SsdConfig { dir: "/t".into(), bytes: ssd_bytes, reopen: ReopenMode::Never, resume_commit_id: None };
     TableConfig {
@@ -35,7 +35,7 @@ fn import(rig: &Rig, ids: std::ops::Range<Id>, dim: usize) {
     rig.import(&rows).expect("imported");
 }
 
-/// The table as a resume of its last flush finds it.
+/// The table after a resume of its last flush.
 fn resumed(rig: Rig, mut wanted: TableConfig, engine: &Arc<MemoryEngine>) -> Rig {
     rig.table.flush_next().expect("a flush");
     drop(rig);
@@ -43,7 +43,7 @@ fn resumed(rig: Rig, mut wanted: TableConfig, engine: &Arc<MemoryEngine>) -> Rig
     Rig::open(wanted, Arc::clone(engine) as _).expect("a resumed table")
 }
 
-/// The bytes that the refusal of a table with this many asks for.
+/// The minimum bytes in the error of a table with too few.
 fn least(dim: usize, shared: bool, timed: bool, ssd_bytes: u64) -> u64 {
     let opened = Rig::open(settings(dim, shared, timed, ssd_bytes), Arc::new(MemoryEngine::default()));
     let error = opened.expect_err("there is no room");

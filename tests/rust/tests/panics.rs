@@ -1,4 +1,4 @@
-//! Panics below the cache: the step that meets one ends, what was half done is refused from then on, and nothing waits for ever.
+//! Panics below the cache: the current step fails, incomplete state is rejected afterwards, and nothing waits forever.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ fn ids(batch: i64) -> Vec<Id> {
     (0..50).map(|id| (batch * 37 + id * 13) % 600).collect()
 }
 
-/// Train until that is refused.
+/// Trains until that fails.
 fn error_of_training(rig: &Rig) -> embcache::Error {
     for batch in 0.. {
         if let Err(error) = rig.train(&ids(batch), 4, batch as u32) {
@@ -75,7 +75,7 @@ fn a_panic_while_a_plan_is_read_is_the_plans_error_and_the_batch_can_be_trained_
     });
 }
 
-/// Takes rows of a table under its locks, and panics.
+/// Receives rows of a table under its locks, and panics.
 struct Panics;
 
 impl GroupSink for Panics {
@@ -119,7 +119,7 @@ fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
 #[test]
 fn table_lookup_and_plans_can_be_dropped_in_any_order_while_their_reads_are_under_way() {
     watched(String::new, || {
-        // The orders in which the three are dropped, and whether the reads end before the last of them.
+        // The orders in which the three are dropped, and true if the reads end before the last of them.
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
             for end_after in 0..4 {
                 let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
@@ -143,7 +143,7 @@ fn table_lookup_and_plans_can_be_dropped_in_any_order_while_their_reads_are_unde
                     parts[part] = None;
                 }
                 faults.release();
-                // The directory is free once the last of them is gone, however late that is.
+                // The directory is released once the last of them is dropped, however late that is.
                 loop {
                     match Table::open(tiers(60), None, Arc::new(faults.clone())) {
                         Err(error) if error.kind() == Kind::InUse => std::thread::yield_now(),

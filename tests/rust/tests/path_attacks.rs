@@ -1,5 +1,5 @@
-//! Somebody changes the path of a checkpoint, or what lies in it, between the check and the use. Nothing is written or read
-//! elsewhere.
+//! An attacker changes the path of a checkpoint, or its contents, between the check and the use. Nothing is written or
+//! read elsewhere.
 #![allow(clippy::unwrap_used)]
 
 #[path = "checkpoint/made.rs"]
@@ -43,18 +43,18 @@ impl Fixture {
         Self { base, root, victim }
     }
 
-    /// An engine for the checkpoint's directory as it is now.
+    /// An engine for the checkpoint's present directory.
     fn engine(&self) -> Arc<dyn IoEngine> {
         let (path, directory) = open_to_save(&self.root).unwrap();
         ConfinedEngine::engine(Arc::new(PsyncEngine::new(true)), &path, directory, PathChecks::Strict.entry_check())
     }
 
-    /// The checkpoint's directory, held as it is now.
+    /// The checkpoint's present directory, held open.
     fn directory(&self) -> CheckpointDirectory {
         CheckpointDirectory::open_to_save(&self.root, PathChecks::Strict).unwrap()
     }
 
-    /// Put a link to the victim in the directory's fixture. The result is the directory's new path.
+    /// Replaces the directory by a link to the victim. Returns the directory's new path.
     fn swap(&self) -> PathBuf {
         let moved = self.base.path().join("moved");
         fs::rename(&self.root, &moved).unwrap();
@@ -116,7 +116,7 @@ fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place(
         swap_at(3);
         begun.publish(&[digest], 1).unwrap();
         fixture.assert_victim_untouched();
-        // Who checked the directory earlier can load it, and who asks for the path now cannot.
+        // A caller that checked the directory earlier can load it, and a caller that uses the path cannot.
         assert_eq!(load_from(&directory, 1).unwrap(), vec![table]);
         assert_eq!(open_to_load(&fixture.root).unwrap_err().kind(), Kind::Path);
         assert!(now.join("LATEST").exists());
@@ -125,7 +125,7 @@ fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place(
 
 #[test]
 fn a_part_is_taken_from_the_directory_that_was_checked_when_a_link_takes_its_place() {
-    // Where each rank saves alone, its checkpoints lie in the directory of the parts.
+    // If each rank saves separately, its checkpoints are stored in the directory of the parts.
     for lies_in_it in [false, true] {
         let fixture = Fixture::new();
         let parts = fixture.directory();
@@ -185,7 +185,7 @@ fn nothing_is_changed_in_a_directory_that_was_checked_for_a_load() {
     }
     assert!(files(&fixture.root) == before, "something was changed");
     assert_eq!(load_from(&directory, 1).unwrap(), vec![table()]);
-    // Nor are parts taken from there, before anything else is done.
+    // Parts are not read from there either, before anything else is done.
     let save = CheckpointSave::begin(&fixture.directory(), 3).unwrap();
     let error = save.adopt(0, 1, &[(directory, part.name(), digest)]).unwrap_err();
     assert_eq!(error.kind(), Kind::State, "{error}");
@@ -207,7 +207,7 @@ fn exchanging_the_directory_all_the_time_never_leads_a_save_elsewhere() {
         });
         let (mut saved, mut refused) = (0, 0);
         for random in 0.. {
-            // The other thread does not stay in one state, so both happen.
+            // The other thread alternates, so both happen.
             if saved >= 4 && refused >= 4 {
                 break;
             }
@@ -286,7 +286,7 @@ fn a_save_removes_links_and_never_what_they_point_to() {
     let treasure = fixture.base.path().join("treasure");
     fs::create_dir(&treasure).unwrap();
     fs::write(treasure.join("gold"), "gold").unwrap();
-    // Somebody turned a leftover of a save, and a file in another one, into links.
+    // An attacker replaced a leftover of a save, and a file in another one, by links.
     symlink(&treasure, fixture.root.join("0000000007-00000000000000aa")).unwrap();
     let leftover = fixture.root.join("0000000008-00000000000000bb");
     fs::create_dir(&leftover).unwrap();

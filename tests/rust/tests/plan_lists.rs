@@ -1,4 +1,4 @@
-//! What kernels outside of the core are given of a plan: the same lists of one table, and of several tables at once.
+//! The lists of a plan for kernels outside of this crate: the same for one table, and for several tables together.
 
 use std::sync::Arc;
 

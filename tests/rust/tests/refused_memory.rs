@@ -1,7 +1,7 @@
-//! The system refuses memory during a batch. The batch is refused, no row is left half moved, and each row can be read and trained
-//! again.
+//! A memory allocation fails during a batch. The batch returns an error, no row is partially moved, and each row can be
+//! read and trained again.
 //!
-//! Each case runs in a process of its own, because the limit holds for the whole process.
+//! Each case runs in its own process, because the limit applies to the entire process.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used)]
 
@@ -18,7 +18,7 @@ use embcache::{Error, Kind};
 use embcache_tests::ssd::{self, Versions};
 use embcache_tests::{Contents, Rig, config, watched};
 
-/// The allocator of the extension. Without a reserve, which only some cases ask for, it is the system's.
+/// The allocator of the extension. Without a reserve, which only some cases use, it is the system allocator.
 #[global_allocator]
 static ALLOCATOR: ReservingAllocator = ReservingAllocator;
 
@@ -26,11 +26,11 @@ const CASE: &str = "EMBCACHE_TEST_REFUSED_MEMORY_CASE";
 const MIB: u64 = 1 << 20;
 const BAG: usize = 8;
 
-/// Let this process map `more` bytes from now on, or as many as it likes.
+/// Limits this process to mapping `more` additional bytes, or removes the limit.
 fn limit(more: Option<u64>) {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = statm.split(' ').next().unwrap().parse().unwrap();
-    // SAFETY: sysconf reads a constant of the system.
+    // SAFETY: sysconf reads a constant and touches no memory of this process.
     let page = u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap();
     let most = more.map_or(libc::RLIM_INFINITY, |more| pages * page + more);
     let wanted = libc::rlimit { rlim_cur: most, rlim_max: libc::RLIM_INFINITY };
@@ -46,7 +46,7 @@ fn rig(wanted: TableConfig) -> Rig {
     Rig::open(wanted, Arc::new(MemoryEngine::default())).unwrap()
 }
 
-/// The table that these batches make if RAM has room for all of it.
+/// The table after these batches if RAM fits all of it.
 fn straight(dim: usize, batches: &[Vec<Id>]) -> (Rig, Contents) {
     let oracle = rig(config(dim, OptimizerKind::Adagrad, 400_000));
     for (salt, ids) in batches.iter().enumerate() {
@@ -60,7 +60,8 @@ fn is_of_memory(error: &Error) -> bool {
     error.kind() == Kind::Memory && error.errno() == Some(libc::ENOMEM)
 }
 
-/// A batch has more rows on SSD than the budget holds. For those past the budget memory is refused while the others are being read.
+/// A batch has more rows on SSD than fit the budget. Allocations for the rows past the budget fail while the others are
+/// being read.
 fn amid_reads() {
     const DIM: usize = 256;
     let rig = rig(three_tiers(DIM, None, 4300));
@@ -68,13 +69,13 @@ fn amid_reads() {
     for (salt, ids) in done.iter().enumerate() {
         rig.train(ids, BAG, salt as u32).unwrap();
     }
-    // The rows are clean, so nothing is written when they leave.
+    // The rows are clean, so nothing is written when they are evicted.
     rig.table.flush(1).unwrap();
     let (oracle, before) = straight(DIM, &done);
     let wanted: Vec<Id> = (0..8192).collect();
     rig.evaluate(&wanted[..4000], BAG, false).unwrap();
 
-    // Overflow comes in chunks of 2 MiB and more.
+    // Overflow is allocated in chunks of 2 MiB and more.
     limit(Some(MIB * 7 / 4));
     for train in [true, false] {
         let Err(error) = rig.plan(&wanted, PlanMode { train, ..PlanMode::TRAIN }) else {
@@ -95,7 +96,7 @@ fn amid_reads() {
     assert!(rig.contents().unwrap() == straight(DIM, &done).1);
 }
 
-/// Rows that leave the device find no memory in the host tier, whose index has to grow.
+/// Allocations for rows that leave the device fail in the host tier, whose index has to grow.
 fn below_the_device() {
     const DIM: usize = 2;
     const ROWS: Id = 400;
@@ -105,7 +106,7 @@ fn below_the_device() {
     for (salt, ids) in done.iter().enumerate() {
         rig.train(ids, BAG, salt as u32).unwrap();
     }
-    // The index grows on the way to 300,000 rows, and takes several MiB in the end.
+    // The index grows on the way to 300,000 rows, and uses several MiB in the end.
     limit(Some(MIB * 5 / 4));
     let refused = loop {
         let ids = batch(done.len() as Id);
@@ -127,7 +128,7 @@ fn below_the_device() {
     assert!(rig.contents().unwrap() == straight(DIM, &done).1);
 }
 
-/// Rows are fetched ahead for the device into a host tier whose index has to grow, because it is empty after a resume.
+/// Rows are prefetched for the device into a host tier whose index has to grow, because it is empty after a resume.
 fn ahead_of_the_device() {
     const DIM: usize = 2;
     const ROWS: Id = 400;
@@ -156,8 +157,8 @@ fn ahead_of_the_device() {
     assert!(rig.contents().unwrap() == before, "a plan that was refused changed something");
 }
 
-/// Many tables write to SSD, each with a buffer, in less memory than all buffers take. Each call is done, or is refused and changes
-/// nothing.
+/// Many tables write to SSD, each with a buffer, in less memory than all buffers need. Each call succeeds, or fails and
+/// changes nothing.
 fn onto_ssd() {
     const TABLES: usize = 80;
     ReservingAllocator::keep_reserve();
@@ -168,7 +169,7 @@ fn onto_ssd() {
         (0..TABLES).map(|n| (ssd::open(&engine, &at(n, ReopenMode::Never)).unwrap().0, Versions::new())).collect();
     let ids: Vec<Id> = (0..400).collect();
     let mut refused = Vec::new();
-    // The indexes have all ids, and no segment is open. From here on tables request nothing but write buffers.
+    // The indexes have all ids, and no segment is open. From here tables only allocate write buffers.
     for (tier, held) in &mut tables {
         ssd::append(tier, &ids, 1, held).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
@@ -205,7 +206,7 @@ fn onto_ssd() {
     }
 }
 
-/// The memory of an admission rule is a limit, of which nothing is taken before ids are counted.
+/// The memory of an admission rule is a limit, and none is allocated before ids are counted.
 fn for_counts() {
     limit(Some(512 * MIB));
     for (memory, buckets) in [(1 << 30, 4096), (1 << 62, 13), (1 << 62, 4096), (1 << 62, 1 << 15), (u64::MAX, 1 << 20)]
@@ -224,7 +225,7 @@ fn for_counts() {
     }
 }
 
-/// The other process of the tests below. Without the variable there is nothing to do.
+/// The other process of the tests below. Without the variable it does nothing.
 #[test]
 fn child() {
     let Some(case) = std::env::var_os(CASE) else { return };

@@ -1,4 +1,4 @@
-//! Tables that share a budget in RAM: together they have as many rows as it holds, however these are distributed.
+//! Tables that share a budget in RAM: together they have as many rows as fit it, with any distribution over the tables.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use embcache_tests::{Rig, config};
 
 const DIM: usize = 4;
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
-/// The rows that each table has room for by itself.
+/// The number of rows that fit each table's own part.
 const OWN: u64 = 20;
 
 fn row_bytes() -> u64 {
@@ -20,7 +20,7 @@ fn row_bytes() -> u64 {
     host_row_bytes(&one.layout(), one.policy)
 }
 
-/// A budget for `rows` rows, in a module that has the own parts of two tables too.
+/// A budget for `rows` rows, in a module that also has the own parts of two tables.
 fn shared(rows: u64) -> Arc<SharedBudget> {
     let bytes = rows * row_bytes();
     Arc::new(SharedBudget::new(bytes, bytes + 2 * OWN * row_bytes(), 2, 1.0))
@@ -40,7 +40,7 @@ fn pair(rows: u64) -> (Arc<SharedBudget>, Rig, Rig) {
     (budget, one, other)
 }
 
-/// Train rows `ids`, ten in a step.
+/// Trains rows `ids`, ten per step.
 fn train(rig: &Rig, ids: std::ops::Range<Id>) -> embcache::Result<()> {
     ids.collect::<Vec<Id>>().chunks(10).try_for_each(|ids| rig.train(ids, 2, 1).map(drop))
 }
@@ -117,7 +117,7 @@ fn an_evaluation_takes_no_shared_bytes_for_ids_without_a_row() {
     let plan = one.plan(&unseen, PlanMode::EVALUATE).expect("a plan");
     one.place(&plan).expect("rows in place");
     assert_eq!((budget.free(), plan.overflow_rows().expect("numbers")), (100 * row_bytes(), vec![0]));
-    // A row that is born now has a slot past the table's own part until the evaluation has ended.
+    // A new row has a slot past the table's own part until the evaluation has ended.
     train(&one, 15..20).expect("room");
     train(&other, 0..120).expect("room for all that is free");
     drop(plan);
@@ -190,7 +190,7 @@ fn tables_that_grow_at_once_never_exceed_their_budget_together() {
                 let mut first = 0;
                 while train(rig, first..first + 7).is_ok() {
                     first += 7;
-                    // Ids without a row have slots meanwhile, and take no shared bytes.
+                    // Ids without a row have slots during the evaluation, and use no shared bytes.
                     rig.evaluate(&[-1, -2, -3], 1, false).expect("an evaluation");
                 }
             });

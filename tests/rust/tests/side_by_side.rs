@@ -1,4 +1,5 @@
-//! A plan works on its tables side by side: with the results of one after the other, and beside other plans of the same tables.
+//! A plan processes its tables in parallel: with the results of sequential processing, and concurrently with other
+//! plans of the same tables.
 
 use std::sync::Arc;
 
@@ -11,11 +12,11 @@ use embcache_tests::dice::Dice;
 use embcache_tests::{Contents, Rig, config, hyperparameters, three_tiers, watched};
 
 const DIM: usize = 4;
-/// Ids of a batch for each table. They are so many that each table has a thread.
+/// Ids of a batch for each table. Enough that each table has a thread.
 const IDS: usize = 6000;
 const BAG: usize = 10;
 
-/// Tables with all tiers, with a device tier beside RAM, and with RAM and SSD alone.
+/// Tables with all tiers, with a device tier and RAM, and with only RAM and SSD.
 fn tables() -> Vec<Rig> {
     let wanted = [
         three_tiers(DIM, Some(1000), 700, 1 << 22),
@@ -32,13 +33,13 @@ fn lookup<'a>(rigs: impl IntoIterator<Item = &'a Rig>) -> Lookup {
     Lookup::new(&tables, &(0..rigs.len()).collect::<Vec<usize>>()).expect("one feature of each table")
 }
 
-/// The ids of a batch, of `most` different ones from `first` on, other ones for each table.
+/// The ids of a batch, of `most` different ones starting at `first`, distinct for each table.
 fn batch(tables: usize, number: u64, first: Id, most: u64) -> Vec<Id> {
     let mut dice = Dice(number * 1_000_000);
     (0..tables * IDS).map(|_| first + dice.roll(most) as Id).collect()
 }
 
-/// Call `body` with the device tensors of all tables.
+/// Calls `body` with the device tensors of all tables.
 fn with_tensors<'a>(
     rigs: &[&Rig],
     mut tensors: Vec<Option<DeviceTensors<'a>>>,
@@ -52,7 +53,7 @@ fn with_tensors<'a>(
     });
 }
 
-/// A training step of all tables, as Python makes it: rows move, and are updated, while nobody else uses rows.
+/// Runs a training step of all tables like Python: rows are moved and updated while no other thread uses rows.
 fn step(rigs: &[&Rig], lookup: &Lookup, ids: &[Id], threads: usize) -> embcache::Result<()> {
     let splits: Vec<i64> = (0..=rigs.len()).map(|table| (table * IDS) as i64).collect();
     let plan = lookup.plan(ids, &splits, PlanMode { threads, ..PlanMode::TRAIN })?;
@@ -107,7 +108,7 @@ fn where_several_tables_fail_the_first_of_them_is_told_and_no_row_has_moved() {
         let (rigs, oracle) = (tables(), tables());
         let (ours, theirs) = (lookup(&rigs), lookup(&oracle));
         let (all, others): (Vec<&Rig>, Vec<&Rig>) = (rigs.iter().collect(), oracle.iter().collect());
-        // Each batch has rows of the one before, and others that come in the place of rows which leave.
+        // Each batch has rows of the previous one, and others that replace evicted rows.
         let ids = |number: u64| batch(rigs.len(), number, number as Id * 400, 900);
         (0..3).for_each(|number| step(&all, &ours, &ids(number), 4).expect("a step"));
         let before = contents(&rigs);
@@ -159,7 +160,7 @@ fn batches_of_all_sizes_share_as_many_threads_as_one_of_them_asks_for() {
         plan.backward_pooled(&out, &[hyperparameters(); 3], None, &mut [], THREADS).expect("a backward");
         size += size / 4;
     }
-    // Other tests of this process ask for fewer. A pool that was replaced by a larger one takes a while to end.
+    // Other tests of this process request fewer. A pool that was replaced by a larger one takes some time to stop.
     let most = THREADS.max(std::thread::available_parallelism().map_or(1, usize::from));
     watched(String::new, || {
         while helping_threads() >= most {
@@ -168,7 +169,7 @@ fn batches_of_all_sizes_share_as_many_threads_as_one_of_them_asks_for() {
     });
 }
 
-/// One of several trainers, which have other ids of the same tables, each in an order of its own.
+/// One of several trainers, which have other ids of the same tables, each in its own order.
 fn train_part(rigs: &[Rig], number: u64, threads: usize) {
     let mut all: Vec<&Rig> = rigs.iter().collect();
     all.rotate_left(number as usize);

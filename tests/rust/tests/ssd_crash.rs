@@ -1,5 +1,5 @@
-//! The SSD tier is stopped, or fails, at every operation on its files. What was published is whole, and what was handed over can be
-//! read as long as the process lives.
+//! The SSD tier is stopped, or fails, at every operation on its files. Published states are intact, and rows passed to
+//! the tier can be read while the process lives.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -13,14 +13,15 @@ use embcache::{Error, Kind, Result};
 use embcache_tests::ssd::{Versions, append, config, fetch, header};
 
 const DIR: &str = "/embcache-crash/module/item/0-of-1";
-/// The cap is so small that the workload needs compaction, and so large that two states fit beside the rows.
+/// The cap is small enough that the workload needs compaction, and large enough that two states fit in addition to the
+/// rows.
 const CAP: u64 = 352 << 10;
-/// The rows fit, but published states may have to be given up.
+/// The rows fit, but published states may have to be discarded.
 const TIGHT_CAP: u64 = 208 << 10;
 const IDS: Id = 700;
 const STEPS: u32 = 30;
-/// Rows that were trained last at this step or before die in burials. Last steps are any numbers of 64 bits, so one row in 16 does, and they
-/// go back as often as not when a row is written again.
+/// Rows whose last step is at most this one expire. Last steps are random 64-bit numbers, so one row in 16 expires, and
+/// as often as not they decrease when a row is written again.
 const CUT: u64 = u64::MAX / 16;
 
 #[derive(Clone, Debug)]
@@ -40,24 +41,24 @@ fn open(
     embcache_tests::ssd::open(engine, &config)
 }
 
-/// A run of the workload: what the tier holds, and what it reported as published.
+/// A run of the workload: the contents of the tier, and the states that it reported as published.
 #[derive(Debug, Default)]
 struct Run {
     rows: Versions,
-    /// The ids of the call that failed, if one did. Each of them may have been taken or not.
+    /// The ids of the call that failed, if any. Each of them may or may not have been changed.
     doubtful: Vec<Id>,
     published: Vec<State>,
     /// The state that was being published when the publish failed.
     unfinished: Option<State>,
 }
 
-/// The ids of a step. They are scattered, so that no segment ever dies as a whole.
+/// The ids of a step. They are scattered, so that no segment ever becomes entirely dead.
 fn ids_of(step: u32) -> Vec<Id> {
     (0..IDS).filter(|id| hash_id(id ^ (i64::from(step) << 40)).is_multiple_of(6)).map(|id| id - IDS / 2).collect()
 }
 
 impl Run {
-    /// Append, remove, bury, publish and clear until something fails.
+    /// Appends, removes, expires, publishes and clears until an operation fails.
     fn go(&mut self, tier: &SsdTier) -> Result<()> {
         let mut burial = SsdExpiryCursor::default();
         for step in 0..STEPS {
@@ -72,7 +73,7 @@ impl Run {
                 self.rows.retain(|id, _| !gone.contains(id));
                 self.doubtful.clear();
             }
-            // Slices, with publishes between them, and then all that is left.
+            // Slices, with publishes between them, and then the rest.
             self.bury(tier, &mut burial, step, if step % 5 == 4 { usize::MAX } else { 90 })?;
             if step == STEPS - 4 {
                 self.doubtful = self.rows.keys().copied().collect();
@@ -87,7 +88,7 @@ impl Run {
         Ok(())
     }
 
-    /// Do a slice of a burial, whose rule looks at rows too in some steps. A call that fails has buried nobody.
+    /// Runs a slice of an expiry, whose rule also reads rows in some steps. A call that fails has expired no row.
     fn bury(&mut self, tier: &SsdTier, burial: &mut SsdExpiryCursor, step: u32, most: usize) -> Result<()> {
         let by_row: &embcache::ssd::RowExpiryPredicate<'_> = &|header, _| header.last_step <= CUT;
         let dying = SsdExpiryRule { last_step: CUT, row_predicate: (step >= STEPS / 2).then_some(by_row) };
@@ -118,8 +119,8 @@ impl Run {
         Ok(())
     }
 
-    /// Open what is left on `engine`: the last published state or the one whose publish was not finished, and the one before where
-    /// the tier still has it. Each must be whole. Then go on from there.
+    /// Opens the files on `engine`: the last published state or the one whose publish was not finished, and the
+    /// previous one if the tier still has it. Each must be intact. Then continues from there.
     fn check_resumes(&self, bytes: u64, image: &MemoryEngine, given_up: bool, context: &str) {
         let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
         let tokens =
@@ -133,7 +134,7 @@ impl Run {
         assert!(*newest >= acknowledged, "{context}: state {acknowledged} was published, {newest} is the newest there");
         for token in &tokens {
             let state = known.iter().find(|state| state.token == *token).expect("no state that was never published");
-            // Each state is resumed on a copy of its own, because that drops the newer ones.
+            // Each state is resumed on its own copy, because a resume drops the later ones.
             let copy = image.kill();
             let engine: Arc<dyn IoEngine> = Arc::new(copy.clone());
             let (tier, counters) = open(&engine, bytes, ReopenMode::Resume, Some(*token))
@@ -152,7 +153,7 @@ impl Run {
     }
 }
 
-/// Check that every id is as in `rows`, and that there is no other. Ids in `doubtful` may have any version.
+/// Checks that every id is as in `rows`, and that there is no other. Ids in `doubtful` may have any version.
 fn check_rows(tier: &SsdTier, rows: &Versions, doubtful: &[Id], context: &str) {
     let ids: Vec<Id> = (-IDS..IDS).collect();
     let found = fetch(tier, &ids).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -177,7 +178,7 @@ fn engines() -> (MemoryEngine, FaultEngine, Arc<dyn IoEngine>) {
     (memory, fault.clone(), Arc::new(fault))
 }
 
-/// Run the workload in a new directory, whatever fails.
+/// Runs the workload in a new directory, with any failures.
 fn run(engine: &Arc<dyn IoEngine>, bytes: u64) -> (Run, Option<SsdTier>, Result<()>) {
     let mut run = Run::default();
     match open(engine, bytes, ReopenMode::Never, None) {
@@ -193,7 +194,7 @@ fn is_of_storage(error: &Error) -> bool {
     matches!(error.kind(), Kind::Storage | Kind::ReadOnly)
 }
 
-/// Run the workload to its end and check all that it leaves. The result is whether compaction moved rows.
+/// Runs the workload to its end and checks the results. Returns true if compaction moved rows.
 fn run_undisturbed() -> bool {
     let (memory, fault, engine) = engines();
     let (run, tier, outcome) = run(&engine, CAP);
@@ -212,11 +213,11 @@ fn run_undisturbed() -> bool {
 
 #[test]
 fn the_workload_compacts_and_gives_no_state_up() {
-    // Compaction runs beside the workload. Where the machine gives its thread no time, there may be nothing left for it.
+    // Compaction runs in the background. If the machine gives its thread no time, there may be nothing left for it.
     assert!((0..100).any(|_| run_undisturbed()), "no run of the workload compacted");
 }
 
-/// Stop everything after 0, `step`, 2 `step`, … changes, until the workload comes to its end.
+/// Stops everything after 0, `step`, 2 `step`, … changes, until the workload finishes.
 fn cut_power(bytes: u64, step: usize) {
     for passing in (0..).step_by(step) {
         let (memory, fault, engine) = engines();
@@ -262,7 +263,7 @@ fn after_an_error_at_any_operation_the_rows_are_readable_and_the_states_whole() 
         check_rows(&tier, &run.rows, &run.doubtful, &context);
         if let Err(error) = outcome {
             assert!(is_of_storage(&error) && error.errno() == Some(errno), "{context}: {error:?}");
-            // What failed stays failed. No later write may pretend that the store is whole.
+            // Failures are permanent. No later write may pretend that the store is intact.
             for outcome in [
                 append(&tier, &[1], 99, &mut run.rows.clone()),
                 tier.remove(&[1]),

@@ -1,9 +1,9 @@
-//! Plans, training, evaluations, imports, removals, exports, moments and flushes all run at once, over tiers so small that rows
-//! move all the time.
+//! Plans, training, evaluations, imports, removals, exports, snapshots and flushes all run concurrently, over tiers so
+//! small that rows move all the time.
 //!
-//! Each row shows by itself whether it is whole. Every training step of an id has the gradient 1, so after `n` steps weights, slot
-//! and count are a function of `n`. This `n` lies between the number of steps that were done before the row was read and the number
-//! of those that had begun after. `EMBCACHE_STRESS=20` runs twenty times as long.
+//! Each row shows if it is intact. Every training step of an id has the gradient 1, so after `n` steps weights, slot
+//! and count are a function of `n`. This `n` is between the number of steps that were complete before the row was read
+//! and the number of steps that had started after. `EMBCACHE_STRESS=20` runs twenty times as long.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -79,7 +79,7 @@ impl Life {
         Self(states)
     }
 
-    /// The number of steps that made these floats, which are the first ones of a row.
+    /// The number of steps that produced these floats, which are the first ones of a row.
     fn steps(&self, floats: &[f32]) -> Option<u32> {
         let is = |state: &Vec<u32>| floats.iter().zip(state).all(|(float, bits)| float.to_bits() == *bits);
         self.0.iter().position(is).map(|steps| steps as u32)
@@ -92,13 +92,13 @@ fn wanted(policy: PolicyKind, on_full: OnFull, dir: Option<&Path>, reopen: Reope
     wanted.on_full = on_full;
     wanted.initializer = InitializerSpec::Constant { value: 1.0 };
     wanted.host_bytes = HOST_ROWS * embcache::cache::host_row_bytes(&wanted.layout(), policy);
-    // With a cap of fewer rows than there are ids, rows leave by policy.
+    // With a cap of fewer rows than there are ids, rows are evicted by policy.
     let bytes = if on_full == OnFull::Evict { SSD_BYTES * 2 / 5 } else { SSD_BYTES };
     wanted.ssd = dir.map(|dir| SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_commit_id: None });
     wanted
 }
 
-/// One run: the table, what was done to each id, and whether the trainers are done.
+/// One run: the table, the operations on each id, and a flag that the trainers have finished.
 struct World {
     rig: Rig,
     life: Life,
@@ -106,7 +106,7 @@ struct World {
     begun: Vec<AtomicU32>,
     done: Vec<AtomicU32>,
     trainers: AtomicU64,
-    /// Counts of the events for which the run is made.
+    /// Counts of the events that the run must cover.
     exports: AtomicU64,
     moments: AtomicU64,
     token: AtomicU64,
@@ -128,7 +128,7 @@ impl World {
         self.trainers.load(Ordering::SeqCst) > 0 && !self.failed.load(Ordering::SeqCst)
     }
 
-    /// Check rows, of `floats` floats each, that were read between two looks at the counters.
+    /// Checks rows, of `floats` floats each, that were read between two reads of the counters.
     fn check(&self, ids: &[Id], rows: &[f32], floats: usize, least: &[u32], zeros: bool) {
         let most = World::count(&self.begun, ids);
         for (at, &id) in ids.iter().enumerate() {
@@ -141,13 +141,13 @@ impl World {
             }
             let steps = self.life.steps(row);
             let steps = steps.unwrap_or_else(|| panic!("the row of id {id} is of no step: {row:?}"));
-            // A row that left by policy starts anew.
+            // A row that was evicted by policy is initialized again.
             let least = if self.on_full == OnFull::Evict { 0 } else { least[at] };
             assert!(least <= steps && steps <= most[at], "id {id}: {steps} steps, of {least} to {}", most[at]);
         }
     }
 
-    /// A trainer. It plans ahead, gives some plans up, and trains the others.
+    /// A trainer. It plans ahead, releases some plans, and trains the others.
     fn train(&self, number: u64, steps: u64) {
         let mut dice = Dice(number << 32);
         let mut waiting: VecDeque<(Plan, Vec<Id>)> = VecDeque::new();
@@ -202,7 +202,7 @@ impl World {
         }
     }
 
-    /// Export. Training may end an export, and what it gives is whole rows, each once.
+    /// Exports. Training may end an export, and it returns intact rows, each once.
     fn export(&self) {
         while self.running() {
             let least = World::count(&self.done, &(0..IDS).collect::<Vec<Id>>());
@@ -225,7 +225,7 @@ impl World {
         }
     }
 
-    /// Take moments, which nothing ends. Every row is whole, comes once, and is as of the moment.
+    /// Takes snapshots, which nothing ends. Every row is intact, occurs once, and has the state of the snapshot.
     fn moment(&self, engine: &Arc<dyn IoEngine>, dir: &Path) {
         let all: Vec<Id> = (0..IDS).collect();
         let mut dice = Dice(1 << 63);
@@ -264,7 +264,7 @@ impl World {
         }
     }
 
-    /// Import, read and remove rows that nobody else uses.
+    /// Imports, reads and removes rows that no other thread uses.
     fn import(&self) {
         let mut dice = Dice(1 << 61);
         let mut version = vec![0_u32; OWN as usize];
@@ -322,7 +322,7 @@ impl World {
         }
     }
 
-    /// Check what must always hold.
+    /// Checks the invariants.
     fn watch(&self) {
         while self.running() {
             let stats = self.rig.table.stats().unwrap();
@@ -344,7 +344,7 @@ fn vector(id: Id, version: u32) -> Vec<f32> {
     (0..2 * DIM).map(|at| (id * 64 + at as Id) as f32 + version as f32 / 1024.0).collect()
 }
 
-/// Run everything at once on `engine`, check every row, and check it again after a flush and a resume.
+/// Runs everything concurrently on `engine`, checks every row, and checks it again after a flush and a resume.
 fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: OnFull) {
     let steps = STEPS * times();
     let rig = Rig::open(wanted(policy, on_full, Some(dir), ReopenMode::Discard), engine.clone()).unwrap();
@@ -396,7 +396,8 @@ fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: O
     );
 }
 
-/// Use all rows at once. Whether plans overflow while all threads run depends on how busy the machine is.
+/// Uses all rows in one batch. While all threads run, plans may or may not overflow, depending on the load of the
+/// machine.
 fn overflow(world: &World) {
     let all: Vec<Id> = (0..IDS).collect();
     let plan = |ids: &[Id]| world.rig.plan(ids, PlanMode::EVALUATE).unwrap();
@@ -408,7 +409,7 @@ fn overflow(world: &World) {
     assert!(rows > 0, "all rows fit the budget");
 }
 
-/// Check that nothing is pinned, and that every row is what was done to it, in RAM, on SSD and after a resume.
+/// Checks that nothing is pinned, and that every row reflects its operations, in RAM, on SSD and after a resume.
 fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind) {
     let stats = world.rig.table.stats().unwrap();
     assert_eq!(stats.pinned_rows, 0, "a pin was not returned");
@@ -439,7 +440,7 @@ fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: Policy
     assert_eq!(resumed.table.step().unwrap(), stats.step);
 }
 
-/// The ids and the steps of all rows, sorted. Each row is checked to be whole.
+/// Returns the ids and the steps of all rows, sorted. Each row is checked to be intact.
 fn rows_of(world: &World, rig: &Rig) -> Vec<(Id, u32)> {
     let mut rows = Vec::new();
     let sink = &mut |chunk: embcache::cache::RowChunk| {
@@ -478,7 +479,7 @@ fn every_row_is_whole_where_rows_leave_a_full_table_by_policy() {
 }
 
 fn on_disk(engine: &Arc<dyn IoEngine>) {
-    // The folder is beside the build, which is on a disk. The temporary directory may be in RAM.
+    // The folder is in the build directory, which is on a disk. The temporary directory may be in RAM.
     let scratch = tempfile::Builder::new().prefix("stress-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     stress(engine, &scratch.path().join("t"), PolicyKind::S3Fifo, OnFull::Error);
 }

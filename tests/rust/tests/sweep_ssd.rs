@@ -1,4 +1,4 @@
-//! Sweeps that come faster than the rows of the SSD tier are gone through: each record has its turn all the same.
+//! Sweeps that start faster than a pass over the SSD tier takes: each record is still evaluated.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -10,13 +10,13 @@ use embcache_tests::{Rig, config};
 
 const DIM: usize = 4;
 const HALF_LIFE: u64 = 16;
-/// Rows that never die. They lie in the first segments.
+/// Rows that never expire. They are in the first segments.
 const OLD: Id = 20_000;
-/// Rows that die, some with each step.
+/// Rows that expire, some with each step.
 const DYING: Id = 12_000;
-/// Records of the SSD tier that are looked at before a batch, however short the steps are.
+/// Records of the SSD tier that are evaluated before a batch, however short the steps are.
 const RECORDS: u64 = 1 << 10;
-/// Slots in RAM that are looked at before a batch beside them.
+/// Slots in RAM that are evaluated before a batch, in addition.
 const SLOTS: u64 = 1 << 14;
 
 /// A row with this score at step 0, or with a last step.
@@ -40,12 +40,12 @@ fn import(rig: &Rig, rows: &BTreeMap<Id, (RowHeader, Vec<u32>)>) {
     }
 }
 
-/// Train `steps` batches. After each the rows that are dead and not buried yet are few: those that died in as many of the last steps as it
-/// takes to go through the SSD tier twice and through RAM once. Nothing is called that needs all rows.
+/// Trains `steps` batches. After each, only few rows have expired and are not removed yet: those that expired in the
+/// last steps, as many as it takes to pass the SSD tier twice and RAM once. No call is made that needs all rows.
 fn the_dead_stay_few(rig: &Rig, steps: u64, is_dead: impl Fn(Id, u64) -> bool) {
     let stats = rig.table.stats().expect("stats");
     let (slots, on_ssd, others) = (stats.host.rows, stats.ssd.expect("a tier").tier.rows, stats.rows);
-    // A segment's footer counts as a 16th of its records, and the last slice of a walk is not a whole one.
+    // A segment's footer counts as a 16th of its records, and the last slice of a walk may be partial.
     let steps_of_a_walk = on_ssd.div_ceil(RECORDS) + on_ssd.div_ceil(16 * RECORDS) + 1;
     let behind = 2 * steps_of_a_walk + slots.div_ceil(SLOTS) + 1;
     let mut dead_after = Vec::new();
@@ -63,7 +63,7 @@ fn the_dead_stay_few(rig: &Rig, steps: u64, is_dead: impl Fn(Id, u64) -> bool) {
 
 #[test]
 fn a_sweep_after_every_step_comes_to_the_last_segments_of_the_ssd_tier() {
-    // Each row is read, because its score decides.
+    // Each row is read, because the rule depends on its score.
     let rig = table(EvictionRule::ScoreBelow(1.0), 600_000);
     let score = |id: Id| if id < OLD { 1e30 } else { 1.0 + (id - OLD) as f32 / 1000.0 };
     import(&rig, &(0..OLD + DYING).map(|id| (id, row(id, score(id), 0))).collect());
@@ -75,7 +75,7 @@ fn a_sweep_after_every_step_comes_to_the_last_segments_of_the_ssd_tier() {
 #[test]
 fn a_sweep_after_every_step_comes_to_the_ssd_tier_although_it_never_gets_through_ram() {
     let rig = table(EvictionRule::Unused { steps: 10 }, 6 << 20);
-    // Rows that never die fill RAM, which has more slots than a slice looks at. All that come after them are on SSD.
+    // Rows that never expire fill RAM, which has more slots than a slice evaluates. All later rows are on SSD.
     import(&rig, &(1_000_000..1_100_000).map(|id| (id, row(id, 0.0, 1_000_000))).collect());
     let last_step = |id: Id| if id < OLD { 1_000_000 } else { 1 + (id - OLD) as u64 / 40 };
     import(&rig, &(0..OLD + DYING).map(|id| (id, row(id, 0.0, last_step(id)))).collect());

@@ -1,4 +1,4 @@
-//! What a table is opened with and keeps: its settings, its SSD tier, and the number that says whether its contents changed.
+//! Immutable context of an open table: its settings, its SSD tier, and the version of its contents.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -16,22 +16,22 @@ use crate::stats::DurationHistogram;
 use crate::sync::{AtomicU64, Ordering};
 use crate::types::{CacheSlot, Id};
 
-/// The part of a table that its lock does not protect, because it does not change or protects itself.
+/// The part of a table that its lock does not guard, because it is immutable or synchronized internally.
 pub(crate) struct TableContext {
     pub(crate) config: TableConfig,
     pub(crate) layout: RowLayout,
     pub(crate) ssd: Option<SsdTier>,
     pub(crate) decay: ScoreDecay,
-    /// How the miss ratio depends on the rows in RAM, where that is measured.
+    /// Measures the miss ratio as a function of the rows in RAM, if enabled.
     pub(crate) sizing: TableSizing,
     initializer: RowInitializer,
     device_rows: Option<Arc<dyn DeviceRowReader>>,
-    /// The holders of `rows_in_use` that are running the code of `device_rows`.
+    /// The holders of `rows_in_use` that are running code of `device_rows`.
     reading_device: ForeignReaders,
     version: AtomicU64,
-    /// How long each plan's forward waited until all of its rows had their slots.
+    /// Time that each plan's forward waited until all of its rows had slots.
     pub(crate) row_wait: DurationHistogram,
-    /// How long the table's lock was held each time.
+    /// Durations of holding the table's lock.
     pub(crate) lock_held: DurationHistogram,
 }
 
@@ -57,39 +57,39 @@ impl TableContext {
         }
     }
 
-    /// Whether the table has a device tier, on which its kernels run then.
+    /// True if the table has a device tier. Its kernels then run on it.
     pub(crate) fn has_device(&self) -> bool {
         self.device_rows.is_some()
     }
 
-    /// Whether ids that are refused a row share one.
+    /// True if ids that are not admitted share a row.
     pub(crate) fn has_oov_row(&self) -> bool {
         self.config.not_admitted == MissingRead::OovRow
     }
 
-    /// Floats of the vector part of a row.
+    /// Number of floats in the vector part of a row.
     #[inline]
     pub(crate) fn floats(&self) -> usize {
         self.layout.vector_floats()
     }
 
-    /// A number that changes with every change of the table's rows: a training step, an import, a removal. Moves of rows between tiers do
-    /// not change it.
+    /// A version that changes with every change of the table's rows: a training step, an import, a removal. Moves of
+    /// rows between tiers do not change it.
     pub(crate) fn version(&self) -> u64 {
         self.version.load(Ordering::Acquire)
     }
 
-    /// Note that the table's rows change.
+    /// Records a change of the table's rows.
     pub(crate) fn bump_version(&self) {
         self.version.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Say in an error which table it is about.
+    /// Adds the table's name to an error.
     pub(crate) fn in_table(&self, error: Error) -> Error {
         error.context(format!("table {:?}", self.config.name))
     }
 
-    /// Refuse a change of rows, of those in RAM too, once a write of the SSD tier has failed.
+    /// Rejects changes of rows, including rows in RAM, after a write of the SSD tier has failed.
     ///
     /// Errors: `ReadOnly`.
     pub(crate) fn check_writable(&self) -> Result<()> {
@@ -99,13 +99,13 @@ impl TableContext {
         }
     }
 
-    /// Append rows to the SSD tier. `known[i]` says that an older copy of row `i` is there. The error says which table it is of, and what
-    /// is safe.
+    /// Appends rows to the SSD tier. `known[i]` is true if an older copy of row `i` is there. The error names the table
+    /// and states which rows are safe.
     pub(crate) fn append(&self, ssd: &SsdTier, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
         ssd.append(rows, known).map_err(|error| self.not_written(error))
     }
 
-    /// Remove rows that are on SSD from there. The error is as that of [`TableContext::append`].
+    /// Removes rows from the SSD tier. Errors: as [`TableContext::append`].
     pub(crate) fn remove_on_ssd(&self, ssd: &SsdTier, ids: &[Id]) -> Result<()> {
         if ids.is_empty() { Ok(()) } else { ssd.remove(ids).map_err(|error| self.not_written(error)) }
     }
@@ -121,17 +121,19 @@ impl TableContext {
         }
     }
 
-    /// The initial weights of a row, and zeros for its vector slots.
+    /// Writes the initial weights of a row, and zeros to its vector slots.
     pub(crate) fn fill_initial(&self, id: Id, vector: &mut [f32]) {
         vector.fill(0.0);
         self.initializer.fill(id, &mut vector[..self.layout.dim]);
     }
 
-    /// Write the initial values of `count` rows, on up to `threads` threads. The bits do not depend on their number.
+    /// Writes the initial values of `count` rows on up to `threads` threads. The result is bitwise independent of their
+    /// number.
     ///
     /// # Safety
-    /// `row` gives for each number below `count` the address of a row of this table's layout, whose memory holds floats and is valid for writes.
-    /// No two of them overlap, and during the call nobody else reads or writes there.
+    /// For each number below `count`, `row` must return the address of a row of this table's layout, whose memory
+    /// contains floats and is valid for writes. The rows must not overlap, and no other thread may read or write them
+    /// during the call.
     pub(crate) unsafe fn initialize_rows(
         &self,
         count: usize,
@@ -142,7 +144,8 @@ impl TableContext {
         let cost_before = |row: usize| (row * floats) as u64;
         parallel_ranges(threads, count, cost_before, |range| {
             self.initializer.fill_all(range.map(&row).map(|(id, to)| {
-                // SAFETY: the caller promises a valid address of floats that nobody else uses, and each number is the work of one thread.
+                // SAFETY: the caller guarantees a valid address of floats that no other thread uses, and each number is
+                // processed by one thread.
                 let weights = unsafe {
                     to.header.write(RowHeader { id, ..RowHeader::default() });
                     to.vector.wrapping_add(dim).write_bytes(0, floats - dim);
@@ -153,8 +156,8 @@ impl TableContext {
         });
     }
 
-    /// As [`TableContext::bear`], into buffers: headers `[n]` and vector parts `[n, V]`. Each of `new_rows` is an id and the position of its row
-    /// there; positions rise.
+    /// Like [`TableContext::initialize_rows`], but into buffers: headers `[n]` and vector parts `[n, V]`. Each of
+    /// `new_rows` is an id and the position of its row in the buffers; positions ascend.
     pub(crate) fn initialize_rows_into(
         &self,
         new_rows: &[(Id, usize)],
@@ -167,14 +170,16 @@ impl TableContext {
         assert!(new_rows.last().is_none_or(|&(_, row)| row < headers.len() && (row + 1) * floats <= vectors.len()));
         let (headers, vectors) = (DisjointPtr(headers.as_mut_ptr()), DisjointPtr(vectors.as_mut_ptr()));
         let address = |row: usize| RowAddress { header: headers.at(row), vector: vectors.at(row * floats) };
-        // SAFETY: the positions are within the buffers, as was checked, and no two are the same. The buffers are borrowed for this call.
+        // SAFETY: the positions are within the buffers, as checked above, and distinct. The buffers are borrowed for
+        // this call.
         unsafe {
             self.initialize_rows(new_rows.len(), |number| (new_rows[number].0, address(new_rows[number].1)), threads)
         };
     }
 
-    /// Read rows from SSD into buffers and wait for them: headers `[n]` and vector parts `[n, V]`. Each of `requests` is an id and the
-    /// position of its row there. Returns which of `requests` are not on SSD, by their numbers, rising.
+    /// Reads rows from SSD into buffers and waits for them: headers `[n]` and vector parts `[n, V]`. Each of `requests`
+    /// is an id and the position of its row in the buffers. Returns the indices of the requests that are not on SSD,
+    /// ascending.
     pub(crate) fn read_from_ssd(
         &self,
         ssd: &SsdTier,
@@ -188,21 +193,22 @@ impl TableContext {
         let (headers, vectors) = (DisjointPtr(headers.as_mut_ptr()), DisjointPtr(vectors.as_mut_ptr()));
         let request = |&(id, row): &(Id, usize)| {
             let to = RowAddress { header: headers.at(row), vector: vectors.at(row * floats) };
-            // SAFETY: the row is within the buffers, as was checked. They are borrowed until the fetch below is done.
+            // SAFETY: the row is within the buffers, as checked above. They are borrowed until the fetch below is done.
             (id, unsafe { RowMut::new(to) })
         };
         ssd.fetch(requests.iter().map(request).collect()).wait()
     }
 
-    /// Read rows of the device tier into RAM: vector parts `[n, V]` and scalar slots `[n]`. This runs code that is not the core's. The caller has
-    /// `rows_in_use`, so that no kernel writes the rows, and not the table's lock.
+    /// Reads rows of the device tier into RAM: vector parts `[n, V]` and scalar slots `[n]`. Runs code outside of the
+    /// Rust core. The caller holds `rows_in_use`, so that no kernel writes the rows, and not the table's lock.
     pub(crate) fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> Result<()> {
         let reader = self.device_rows.as_ref().expect("a device tier comes with a way to read it");
         let _foreign = self.reading_device.begin();
         reader.gather(slots, vectors, scalars)
     }
 
-    /// Refuse a caller who is the code of [`TableContext::gather`]: it would wait for the lock that its own caller holds.
+    /// Rejects calls from the code run by [`TableContext::gather`]: they would wait for the lock that their own caller
+    /// holds.
     ///
     /// Errors: `State`.
     pub(crate) fn check_not_reading_device(&self) -> Result<()> {
@@ -213,7 +219,7 @@ impl TableContext {
         }
     }
 
-    /// The error of a caller who would wait for a lock that he holds himself.
+    /// The error for a caller that would wait for a lock that it holds itself.
     pub(crate) fn called_from_within(&self, activity: &str) -> Error {
         Error::new(
             Kind::State,

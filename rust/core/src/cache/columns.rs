@@ -1,4 +1,4 @@
-//! Rows as columns, the form in which files of a checkpoint have them.
+//! Rows as columns, the form in which checkpoint files store them.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -23,22 +23,22 @@ pub struct RowColumns<'a> {
     pub scalars: Option<&'a [f32]>,
     /// `[n]`
     pub modified_epochs: &'a [u32],
-    /// `[n, D]` each: the weights, then the vector slots. Vector slots of the table that are missing here are zeros.
+    /// `[n, D]` each: the weights, then the vector slots. Missing vector slots of the table are zeros.
     pub parts: Vec<&'a [f32]>,
 }
 
 impl RowColumns<'_> {
-    /// How many rows there are.
+    /// Number of rows.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
 
-    /// Whether there are no rows.
+    /// True if there are no rows.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
 
-    /// The header of a row.
+    /// Returns the header of a row.
     pub fn header(&self, row: usize) -> RowHeader {
         RowHeader {
             id: self.ids[row],
@@ -50,7 +50,7 @@ impl RowColumns<'_> {
         }
     }
 
-    /// Copy the vector part of a row: the parts that are given, then zeros.
+    /// Copies the vector part of a row: the present parts, then zeros.
     pub fn copy_vector(&self, row: usize, into: &mut [f32]) {
         let dim = self.parts[0].len() / self.len();
         let (given, slots) = into.split_at_mut(dim * self.parts.len());
@@ -60,38 +60,38 @@ impl RowColumns<'_> {
         slots.fill(0.0);
     }
 
-    /// The same rows without optimizer slots.
+    /// Returns the same rows without optimizer slots.
     #[must_use]
     pub fn without_slots(&self) -> Self {
         Self { scalars: None, parts: self.parts[..1].to_vec(), ..self.clone() }
     }
 }
 
-/// Some of the rows of [`RowColumns`].
+/// A subset of the rows of [`RowColumns`].
 #[derive(Clone, Copy, Debug)]
 pub struct PickedRows<'a> {
     columns: &'a RowColumns<'a>,
-    /// The numbers of the rows, rising. `None` is all rows.
+    /// The row numbers, ascending. `None` means all rows.
     numbers: Option<&'a [u32]>,
 }
 
 impl<'a> PickedRows<'a> {
-    /// All the rows.
+    /// Selects all rows.
     pub fn all(columns: &'a RowColumns<'a>) -> Self {
         Self { columns, numbers: None }
     }
 
-    /// The rows with these numbers, which rise.
+    /// Selects the rows with these numbers, which must ascend.
     pub fn some(columns: &'a RowColumns<'a>, numbers: &'a [u32]) -> Self {
         Self { columns, numbers: Some(numbers) }
     }
 
-    /// How many rows there are.
+    /// Number of rows.
     pub fn len(&self) -> usize {
         self.numbers.map_or(self.columns.len(), <[u32]>::len)
     }
 
-    /// Whether there are no rows.
+    /// True if there are no rows.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -108,17 +108,17 @@ impl<'a> PickedRows<'a> {
         }
     }
 
-    /// The header of the row at a position.
+    /// Returns the header of the row at a position.
     pub fn header(&self, at: usize) -> RowHeader {
         self.columns.header(self.number(at))
     }
 
-    /// Copy the vector part of the row at a position.
+    /// Copies the vector part of the row at a position.
     pub fn copy_vector(&self, at: usize, into: &mut [f32]) {
         self.columns.copy_vector(self.number(at), into);
     }
 
-    /// Copies of rows, one after the other: headers `[n]` and vector parts `[n, floats]`.
+    /// Returns copies of rows, one after the other: headers `[n]` and vector parts `[n, floats]`.
     pub(super) fn block(&self, rows: Range<usize>, floats: usize) -> Result<(Vec<RowHeader>, Vec<f32>)> {
         let mut vectors = memory::zeros("copy rows", rows.len() * floats)?;
         let mut headers = Vec::new();

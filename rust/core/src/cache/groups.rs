@@ -1,29 +1,30 @@
-//! Rows that are handed over in large groups: where they lie, or gathered from smaller parts.
+//! Transfer of rows in large groups: passed in place, or gathered from smaller parts.
 
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::{RowHeader, RowList};
 
-/// Takes rows in groups. Each group has at most as many rows as the sink has room for.
+/// Accepts rows in groups. Each group has at most as many rows as the sink has space for.
 pub trait GroupSink {
-    /// Floats of a row's vector part.
+    /// Number of floats in a row's vector part.
     fn vector_floats(&self) -> usize;
-    /// Says about how many rows are to come, `usize::MAX` where that is not known. A sink may want smaller groups where there are few.
+    /// Announces the approximate number of rows, `usize::MAX` if unknown. A sink may prefer smaller groups for few
+    /// rows.
     fn expect_rows(&mut self, rows: usize) {
         let _ = rows;
     }
-    /// Wait until there is room for a group. Returns the most rows that it may have, at least 1.
+    /// Waits until there is space for a group. Returns its maximum number of rows, at least 1.
     fn wait_for_space(&mut self) -> Result<usize>;
-    /// Take a group. It has at most as many rows as there is room for. The rows can be read during the call only. The caller may hold the
-    /// lock of the rows' table meanwhile, so this must not wait for anything.
+    /// Accepts a group. It has at most as many rows as there is space for. The rows are readable only during the call.
+    /// The caller may hold the lock of the rows' table, so this must not block.
     fn take(&mut self, rows: RowList<'_>) -> Result<()>;
 }
 
-/// Copies rows that come in small parts into groups.
+/// Copies rows that arrive in small parts into groups.
 pub struct GroupGatherer<'a> {
     sink: &'a mut dyn GroupSink,
     floats: usize,
-    /// How many rows make a full group. It is asked for when a group begins.
+    /// Number of rows of a full group. Requested from the sink when a group starts.
     group_rows: usize,
     headers: Vec<RowHeader>,
     vectors: Vec<f32>,
@@ -36,15 +37,16 @@ impl std::fmt::Debug for GroupGatherer<'_> {
 }
 
 impl<'a> GroupGatherer<'a> {
-    /// Hand groups to `sink`.
+    /// Passes groups to `sink`.
     pub fn new(sink: &'a mut dyn GroupSink) -> Self {
         let floats = sink.vector_floats();
         Self { sink, floats, group_rows: 0, headers: Vec::new(), vectors: Vec::new() }
     }
 
-    /// Add rows: headers `[n]` and vector parts `[n, V]`. Groups are smaller where the system has no memory for full ones.
+    /// Adds rows: headers `[n]` and vector parts `[n, V]`. Groups are smaller if memory for full ones cannot be
+    /// allocated.
     ///
-    /// Errors: `Input` where the vector parts are not as long as that, `Memory`, and what the sink returns.
+    /// Errors: `Input` if the vector parts have another length; `Memory`; those of the sink.
     pub fn add(&mut self, mut headers: &[RowHeader], mut vectors: &[f32]) -> Result<()> {
         if vectors.len() != headers.len() * self.floats {
             return Err(Error::new(
@@ -56,14 +58,15 @@ impl<'a> GroupGatherer<'a> {
             if self.headers.is_empty() {
                 self.group_rows = self.sink.wait_for_space()?;
                 if self.headers.capacity() == 0 {
-                    // All at once, because growing would hold the group twice. Memory that is not filled yet is not resident.
+                    // Allocates the full size, because growing would keep the group in memory twice. Memory that is not
+                    // filled yet is not resident.
                     self.headers = memory::vec_with_capacity(self.group_rows);
                     self.vectors = memory::vec_with_capacity(self.group_rows * self.floats);
                 }
             }
             let fits = headers.len().min(self.group_rows - self.headers.len());
             if let Err(refused) = self.reserve(fits) {
-                // Hand over a smaller group, which gives its memory back.
+                // Passes a smaller group to the sink, which releases its memory.
                 if self.headers.is_empty() {
                     return Err(refused);
                 }
@@ -87,7 +90,7 @@ impl<'a> GroupGatherer<'a> {
         memory::reserve(&mut self.vectors, "gather rows for a file", rows * self.floats)
     }
 
-    /// Hand over the group that was begun, if there is one.
+    /// Passes the last, unfinished group to the sink, if there is one.
     pub fn finish(&mut self) -> Result<()> {
         if self.headers.is_empty() {
             return Ok(());

@@ -1,17 +1,18 @@
-//! The cache: the only module that sees all three tiers.
+//! The cache: the only module that uses all three tiers.
 //!
-//! A [`Table`] owns the rows of one table shard. A [`Lookup`] plans batches over several tables; each [`Plan`] pins the rows of one batch,
-//! brings them to the tier that kernels run on, runs the kernels or hands slots to Python, and commits or releases.
+//! A [`Table`] owns the rows of one table shard. A [`Lookup`] plans batches over several tables; each [`Plan`] pins the
+//! rows of one batch, places them on the tier that kernels run on, runs the kernels or returns slots to Python, and
+//! commits or releases.
 //!
-//! Each folder imports from those before it:
+//! Each folder imports only from those before it:
 //!
-//! | folder | what it owns |
+//! | folder | contents |
 //! | --- | --- |
-//! | `watch` | what moments, exports, deltas and hooks want of rows while they move and change |
-//! | `residency` | where the rows are: it alone moves them, and keeps their bits and the counters |
-//! | `locks` | the locks around the residency, and their order |
-//! | `walk` | the one loop that hands over rows: exports, saves, deltas, moments |
-//! | `table` | a table as its users see it |
+//! | `watch` | rows that snapshots, exports, deltas and hooks need, tracked while rows move and change |
+//! | `residency` | placement: the only code that moves rows, with their state bits and the counters |
+//! | `locks` | the locks around the placement, and their order |
+//! | `walk` | the single loop that passes on rows: exports, saves, deltas, snapshots |
+//! | `table` | the public table |
 //! | `plan` | lookups and plans |
 
 mod base;

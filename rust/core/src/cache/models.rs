@@ -1,4 +1,4 @@
-//! Every interleaving, up to two preemptions, of a few threads in the table's own code: `make test-loom`.
+//! Loom models: all interleavings, up to two preemptions, of a few threads in the table's own code: `make test-loom`.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ mod device;
 
 const DIM: usize = 2;
 
-/// A table with room for four rows in RAM.
+/// A table with four row slots in RAM.
 fn config() -> TableConfig {
     let mut config = TableConfig {
         name: "t".into(),
@@ -43,14 +43,14 @@ fn config() -> TableConfig {
     config
 }
 
-/// A table with rows 1 and 2 on SSD, in a file, and room for four rows in RAM.
+/// A table with rows 1 and 2 on SSD, in a file, and four row slots in RAM.
 fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let table = Table::open(config(), None, Arc::clone(&engine)).unwrap();
     let ids: [Id; 6] = [11, 12, 13, 14, 1, 2];
     let headers = ids.map(|id| RowHeader { id, ..RowHeader::default() });
     let vectors: Vec<f32> = ids.iter().flat_map(|&id| [id as f32; DIM]).collect();
-    // The first four take the slots, the others go to SSD.
+    // The first four rows take the slots, the others are appended to SSD.
     table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).unwrap();
     table.inner.ssd.as_ref().unwrap().settle();
     let lookup = Arc::new(Lookup::new(std::slice::from_ref(&table), &[0]).unwrap());
@@ -73,7 +73,7 @@ fn at_rest(table: &Table) {
     table.inner.ssd.as_ref().unwrap().settle();
 }
 
-/// A row whose read is under way is planned again, and the first plan is dropped before, amid or after the read.
+/// A row whose read is in progress is planned again, and the first plan is dropped before, during or after the read.
 #[test]
 fn loom_a_row_that_is_being_read_for_a_plan_that_is_dropped_is_there_for_the_other() {
     model(|| {
@@ -83,7 +83,7 @@ fn loom_a_row_that_is_being_read_for_a_plan_that_is_dropped_is_there_for_the_oth
             let (lookup, reads) = (Arc::clone(&lookup), Arc::clone(&engine));
             spawn(move || {
                 let plan = plan(&lookup, &[1, 12]);
-                // What it asked for itself, if the first plan's read was over and given up.
+                // Serves the read that this plan submits itself if the first plan's read was finished and discarded.
                 read_waiting(&*reads);
                 plan.wait().unwrap();
                 forward(&plan, 2)
@@ -100,7 +100,7 @@ fn loom_a_row_that_is_being_read_for_a_plan_that_is_dropped_is_there_for_the_oth
     });
 }
 
-/// An export sees a row's weights and metadata both from before a training step or both from after it.
+/// An export returns the weights and metadata of a row both from before a training step or both from after it.
 #[test]
 fn loom_an_export_beside_a_training_step_gives_rows_that_are_whole_or_an_error() {
     model(|| {
@@ -128,7 +128,8 @@ fn loom_an_export_beside_a_training_step_gives_rows_that_are_whole_or_an_error()
     });
 }
 
-/// A moment has each row as it was then, whichever comes first: the training step, the row's turn, or its leaving for SSD.
+/// A snapshot has the original value of each row, in any order of the training step, the copy of the row, and its
+/// demotion to SSD.
 #[test]
 fn loom_a_moment_beside_training_steps_and_evictions_gives_the_rows_of_its_moment() {
     model(|| {
@@ -141,7 +142,7 @@ fn loom_a_moment_beside_training_steps_and_evictions_gives_the_rows_of_its_momen
             spawn(move || {
                 let numbers = Hyperparameters { lr: 1.0, ..Hyperparameters::default() };
                 first.backward_pooled(&[1.0; DIM], &[numbers], None, &mut [], 1).unwrap();
-                // Makes row 12, the least recently used, leave.
+                // Demotes row 12, the least recently used.
                 let second = plan(&lookup, &[1]);
                 read_waiting(&*reads);
                 second.wait().unwrap();

@@ -1,4 +1,4 @@
-//! The arena's memory as the system counts it, against the budget.
+//! Tests of the arena's resident memory against the budget.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::rows::{InitializerSpec, RowHeader};
 use crate::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
 const HOST_BYTES: u64 = 12 << 20;
-/// Both parts of the arena may end within a page, which is large where the system gives large ones.
+/// Both parts of the arena may end within a page, which may be a huge page.
 const PAGES_BYTES: u64 = 2 * (2 << 20);
 
 fn config(dim: usize) -> TableConfig {
@@ -49,7 +49,7 @@ fn import(table: &Table, ids: std::ops::Range<Id>) {
     table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).unwrap();
 }
 
-/// What rows in RAM and the index of those on SSD take now.
+/// Resident bytes of rows in RAM and of the SSD index.
 fn held_bytes(table: &Table) -> u64 {
     let arena = table.inner.lock().unwrap().resident_bytes();
     arena + table.stats().unwrap().ssd.unwrap().index_bytes
@@ -79,7 +79,7 @@ fn a_working_set_past_the_budget_gives_its_overflow_back_with_its_last_pin() {
     assert!(plan.overflow_rows().unwrap()[0] > 0 && held_bytes(&table) > 2 * HOST_BYTES);
     plan.commit().unwrap();
     drop(plan);
-    // The next batch makes the rows past the budget leave.
+    // The next batch demotes the rows beyond the budget.
     lookup.plan(&ids[..10], &[0, 10], PlanMode::TRAIN).unwrap().wait().unwrap();
     let held = held_bytes(&table);
     assert!(held <= HOST_BYTES + (1 << 20) + PAGES_BYTES, "{held} bytes");
@@ -98,7 +98,7 @@ fn a_table_of_few_rows_that_shares_a_large_budget_takes_the_memory_of_these() {
     let ids: Vec<Id> = (0..20_000).collect();
     let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::EVALUATE).unwrap();
     plan.wait().unwrap();
-    // A row that is born meanwhile is past the table's own part.
+    // A row inserted while the plan exists is beyond the table's own portion of the budget.
     import(&table, 30_000..30_001);
     assert!(resident() > 5 << 20);
     drop(plan);

@@ -1,4 +1,4 @@
-//! Rows as they are handed to a table and taken from it: blocks, chunks, rows that were looked up, tensors of a device.
+//! Containers of rows for the table API: blocks, chunks, lookup results, device tensors.
 
 use crate::rows::{RowHeader, RowRef};
 
@@ -11,10 +11,10 @@ pub struct RowBlock<'a> {
     pub vectors: &'a [f32],
 }
 
-/// Rows that were looked up, in the order of the ids.
+/// Rows found by id, in the order of the ids.
 #[derive(Clone, Debug, Default)]
 pub struct FoundRows {
-    /// `[n]`: whether the table has the row. Where it has not, the row's initial values stand in the other fields.
+    /// `[n]`: true if the table has the row. Otherwise the other fields contain the row's initial values.
     pub found: Vec<bool>,
     /// `[n]`
     pub headers: Vec<RowHeader>,
@@ -22,7 +22,7 @@ pub struct FoundRows {
     pub vectors: Vec<f32>,
 }
 
-/// Some rows of a walk over a table, in memory of their own.
+/// Rows of a walk over a table, in owned memory.
 #[derive(Clone, Debug, Default)]
 pub struct RowChunk {
     /// `[n]`: id, metadata, scalar slot.
@@ -32,7 +32,7 @@ pub struct RowChunk {
 }
 
 impl RowChunk {
-    /// Add a copy of a row.
+    /// Adds a copy of a row.
     #[inline]
     pub(super) fn push(&mut self, row: RowRef<'_>) {
         self.headers.push(*row.header);
@@ -46,14 +46,14 @@ impl RowChunk {
     }
 }
 
-/// The tensors of a device tier in RAM, for the core's kernels. `S` is the number of slots. Where another thread may replace them by larger
-/// ones, they are looked up and used within [`Plan::exclusively`](super::Plan::exclusively).
+/// The tensors of a device tier in RAM, for the native kernels. `S` is the number of slots. If another thread may
+/// replace them with larger ones, look them up and use them within [`Plan::exclusively`](super::Plan::exclusively).
 #[derive(Debug)]
 pub struct DeviceTensors<'a> {
     /// `[S, D]`
     pub weights: &'a mut [f32],
     /// Each `[S, D]`
     pub vector_slots: Vec<&'a mut [f32]>,
-    /// `[S]` where the layout has a scalar slot.
+    /// `[S]` if the layout has a scalar slot.
     pub scalars: Option<&'a mut [f32]>,
 }

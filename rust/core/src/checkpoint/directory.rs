@@ -1,4 +1,4 @@
-//! A directory of checkpoints that passed its checks, and is held from then on.
+//! A directory of checkpoints that passed its checks and is held open.
 
 use std::fmt::Display;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -10,7 +10,7 @@ use crate::error::{Error, Kind, Result};
 use crate::io::{ConfinedEngine, DirLock, DirLockPurpose, IoEngine, default_engine};
 use crate::paths::PathChecks;
 
-/// What the directory was checked for.
+/// Operation for which the directory was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DirectoryAccess {
     Load,
@@ -19,41 +19,43 @@ enum DirectoryAccess {
 
 /// A user's directory that passed the checks of path, owner and permission bits once, or a directory below it.
 ///
-/// The user's directory is held by its descriptor. Whoever replaces a component of its path later changes nothing that is read or written
-/// here. Everything in this module that works in a directory takes this handle and no path, and nobody outside this crate gets the engine
-/// that works in it. So nothing is done in a directory that was not checked.
+/// The user's directory is held by its descriptor: replacing a component of its path later does not affect reads and
+/// writes through this handle. All code of this module that works in a directory takes this handle instead of a path,
+/// and the engine that works in it is private to this crate. So no unchecked directory is used.
 #[derive(Clone, Debug)]
 pub struct CheckpointDirectory {
     path: PathBuf,
     engine: Arc<dyn IoEngine>,
     access: DirectoryAccess,
     checks: PathChecks,
-    /// The user's directory itself. There is none where it is no directory of this machine's file systems, and in a handle from `below`.
+    /// Descriptor of the user's directory. `None` if the directory is not on a local file system, and for handles from
+    /// `subdirectory`.
     descriptor: Option<Arc<OwnedFd>>,
 }
 
 impl CheckpointDirectory {
-    /// Check a directory to save to, and make it (mode 0750) when it is missing. The links in `path` are followed, now and not again, except
-    /// with [`Checks::Strict`].
+    /// Checks a directory to save to, and creates it (mode 0750) if missing. Links in `path` are followed once, at this
+    /// call, except with [`PathChecks::Strict`].
     ///
-    /// Errors: those of [`Checks::open_to_save`].
+    /// Errors: as [`PathChecks::open_to_save`].
     pub fn open_to_save(path: &Path, checks: PathChecks) -> Result<Self> {
         let path = if checks == PathChecks::Strict { path.to_owned() } else { checks.resolve_to_save(path)? };
         Self::from_descriptor(checks.open_to_save(&path)?, DirectoryAccess::Save, checks)
     }
 
-    /// Check a directory to load from, which need not be writable. Links are followed as by [`Directory::to_save`].
+    /// Checks a directory to load from, which need not be writable. Links are followed as in [`Self::open_to_save`].
     ///
-    /// Errors: those of [`Checks::open_to_load`].
+    /// Errors: as [`PathChecks::open_to_load`].
     pub fn open_to_load(path: &Path, checks: PathChecks) -> Result<Self> {
         let path = if checks == PathChecks::Strict { path.to_owned() } else { checks.resolve_to_load(path)? };
         Self::from_descriptor(checks.open_to_load(&path)?, DirectoryAccess::Load, checks)
     }
 
-    /// Open, to save, a directory that another handle was on, maybe in another process, by that handle's path. It is checked as this one was,
-    /// but at most as [`Checks::Basic`] does. That path had no links, and so none is followed.
+    /// Opens a directory for saving by the resolved path of another handle, which may belong to another process. The
+    /// checks are those of this handle, but at most [`PathChecks::Basic`]. A resolved path contains no links, so none
+    /// is followed.
     ///
-    /// Errors: those of [`Checks::open_to_save`].
+    /// Errors: as [`PathChecks::open_to_save`].
     pub(crate) fn reopen_to_save(&self, path: &Path) -> Result<Self> {
         let checks = if self.checks == PathChecks::Strict { PathChecks::Basic } else { self.checks };
         Self::from_descriptor(checks.open_to_save(path)?, DirectoryAccess::Save, checks)
@@ -69,7 +71,8 @@ impl CheckpointDirectory {
         Ok(Self { path, engine, access, checks, descriptor: Some(Arc::new(own)) })
     }
 
-    /// The directory `path` of any engine, such as [`crate::io::MemoryEngine`]. Nothing is checked: this is for tests and benchmarks.
+    /// Returns a handle to `path` in any engine, such as [`crate::io::MemoryEngine`]. Checks nothing: for tests and
+    /// benchmarks.
     pub fn with_engine(engine: Arc<dyn IoEngine>, path: &Path) -> Self {
         Self {
             path: path.to_owned(),
@@ -80,17 +83,17 @@ impl CheckpointDirectory {
         }
     }
 
-    /// The absolute path, without links, as it was when the directory was checked.
+    /// Absolute path without links, resolved when the directory was checked.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The path of what has this name in the directory.
+    /// Path of the entry `name` of the directory.
     pub(crate) fn join(&self, name: impl AsRef<Path>) -> PathBuf {
         self.path.join(name)
     }
 
-    /// The directory that has this name in this one, whether or not it is there. No link in its place is followed.
+    /// Returns the subdirectory `name`, which need not exist. A link in its place is not followed.
     pub(crate) fn subdirectory(&self, name: impl Display) -> Self {
         Self {
             path: self.join(name.to_string()),
@@ -101,19 +104,19 @@ impl CheckpointDirectory {
         }
     }
 
-    /// The engine that works in the directory.
     pub(crate) fn engine(&self) -> &dyn IoEngine {
         &*self.engine
     }
 
-    /// The same engine, for what outlives this handle.
+    /// Returns the engine for an owner that outlives this handle.
     pub(crate) fn shared_engine(&self) -> Arc<dyn IoEngine> {
         Arc::clone(&self.engine)
     }
 
-    /// An engine that works in this directory and in `other`, to move files from one to the other. One may lie in the other.
+    /// Returns an engine that works in this directory and in `other`, to move files between them. One may be inside the
+    /// other.
     pub(crate) fn engine_with(&self, other: &Self) -> Result<Arc<dyn IoEngine>> {
-        // Each engine passes on what does not lie in its own directory. So the one whose directory lies deeper comes first.
+        // Each engine forwards paths outside its own directory, so the engine of the deeper directory is the outer one.
         let (first, second) = if other.path.starts_with(&self.path) { (other, self) } else { (self, other) };
         let Some(descriptor) = first.descriptor.as_ref().filter(|_| first.path != second.path) else {
             return Ok(self.shared_engine());
@@ -122,45 +125,45 @@ impl CheckpointDirectory {
         Ok(ConfinedEngine::engine(second.shared_engine(), &first.path, own, first.checks.entry_check()))
     }
 
-    /// Make the directory, if it is not there, in a directory that is.
+    /// Creates the directory if it does not exist. Its parent must exist.
     pub(crate) fn make(&self) -> Result<()> {
         self.engine.create_dir_all(&self.path)
     }
 
-    /// Make the names in the directory durable.
+    /// Makes the names in the directory durable.
     pub(crate) fn sync(&self) -> Result<()> {
         self.engine.sync_dir(&self.path)
     }
 
-    /// Remove the directory with all that it holds.
+    /// Removes the directory and its contents.
     pub(crate) fn remove(&self) -> Result<()> {
         self.engine.remove_dir_all(&self.path)
     }
 
-    /// The names in the directory that are names of a `T`. Others are left out.
+    /// Returns the names in the directory that parse as a `T`. Others are skipped.
     pub(crate) fn list_names<T: FromStr>(&self) -> Result<Vec<T>> {
         let name = |entry: &PathBuf| entry.file_name()?.to_str()?.parse().ok();
         Ok(self.engine.list(&self.path)?.iter().filter_map(name).collect())
     }
 
-    /// Hold the file `lock` of the directory, as [`IoEngine::lock_dir`] does.
+    /// Locks the file `lock` of the directory. See [`IoEngine::lock_dir`].
     pub(crate) fn lock(&self) -> Result<DirLock> {
         self.engine.lock_dir(&self.path)
     }
 
-    /// Hold the directory itself, as [`IoEngine::lock_dir_for`] does.
+    /// Locks the directory itself. See [`IoEngine::lock_dir_for`].
     pub(crate) fn hold(&self, how: DirLockPurpose) -> Result<DirLock> {
         self.engine.lock_dir_for(&self.path, how)
     }
 
-    /// Whether something lies in the directory under this name. A link is not followed.
+    /// True if the directory has an entry of this name. A link is not followed.
     pub fn has(&self, name: &str) -> Result<bool> {
         self.engine.exists(&self.join(name))
     }
 
-    /// Whatever changes what the directory holds calls this first.
+    /// Must be called before any change to the directory's contents.
     ///
-    /// Errors: `State` where the directory was checked for a load, which asks for less.
+    /// Errors: `State` if the directory was opened for loading, which checks less.
     pub(crate) fn check_to_save(&self) -> Result<()> {
         if self.access == DirectoryAccess::Save {
             return Ok(());
@@ -171,7 +174,7 @@ impl CheckpointDirectory {
         ))
     }
 
-    /// The descriptor that holds the user's directory; `None` of a directory in an engine.
+    /// Descriptor of the user's directory. `None` for a directory in another engine.
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.descriptor.as_ref().map(|descriptor| descriptor.as_fd())
     }

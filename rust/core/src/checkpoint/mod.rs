@@ -1,4 +1,4 @@
-//! Checkpoints: every row of every table, in safetensors files that any number of ranks can load, published as a whole.
+//! Checkpoints: every row of every table, in safetensors files that any number of ranks can load, published atomically.
 //!
 //! ```text
 //! path/LATEST                                        one line: the name of the newest complete checkpoint
@@ -12,28 +12,32 @@
 //! path/lock                                          held while `LATEST` is replaced, and while a directory is made or swept
 //! ```
 //!
-//! A data file holds one group of rows of at most 16 MiB, sorted by (bucket, `uint64(id)`), one tensor a column (see [`format`]).
+//! A data file contains one group of rows of at most 16 MiB, sorted by (bucket, `uint64(id)`), with one tensor per
+//! column (see [`format`]).
 //!
-//! Everything that works in a user's directory takes a [`Directory`], which was checked and is held. Saving, by whom:
+//! All operations in a user's directory take a [`CheckpointDirectory`], which was checked and is held open. Saving:
 //!
-//! 1. The coordinator calls [`Save::begin`] and tells every rank the [`CheckpointName`].
-//! 2. Every rank makes a [`RankWriter`], calls [`RankWriter::write_table`] for each of its tables, then [`RankWriter::finish`],
-//!    and sends the [`RankDigest`] to the coordinator.
-//! 3. The coordinator calls [`Save::publish`]: from then on a load finds this checkpoint, and the one before is removed. Until then,
-//!    whatever happens, a load finds the one before.
+//! 1. The coordinator calls [`CheckpointSave::begin`] and sends the [`CheckpointName`] to every rank.
+//! 2. Every rank creates a [`RankWriter`], calls [`RankWriter::write_table`] for each of its tables, then
+//!    [`RankWriter::finish`], and sends the [`RankDigest`] to the coordinator.
+//! 3. The coordinator calls [`CheckpointSave::publish`]: loads then find this checkpoint, and the previous one is
+//!    removed. Before this call succeeds, loads always find the previous one.
 //!
-//! Beside training, a [`RankSnapshot`] takes the [`RankWriter`]'s place: the rows are those of when it began.
+//! In an asynchronous save a [`RankSnapshot`] replaces the [`RankWriter`]: the rows are those at its creation.
 //!
 //! Loading:
 //!
-//! 1. One rank calls [`LatestCheckpoint::read`] and tells the others, so that all load the same checkpoint.
-//! 2. Every rank calls [`Checkpoint::open`] (manifests are checked here) and, for each of its tables, [`Checkpoint::table_reader`]
-//!    (headers and sizes of the files it needs are checked here). No table is touched before all ranks have done so.
-//! 3. [`TableReader::read`] hands over the rows of the buckets that the rank owns, verified as they arrive.
+//! 1. One rank calls [`LatestCheckpoint::read`] and sends the result to the others, so that all load the same
+//!    checkpoint.
+//! 2. Every rank calls [`OpenCheckpoint::open`], which checks the manifests, and [`OpenCheckpoint::table_reader`] for
+//!    each of its tables, which checks the headers and sizes of the files it needs. No table is changed before all
+//!    ranks have done so.
+//! 3. [`TableReader::read`] delivers the rows of the buckets that the rank owns, verified as they are read.
 //!
-//! The folders, from the bottom up. `directory` is a user's directory that was checked and is held. `output` writes files. `manifest` has names,
-//! digests, manifests, and holds on directories. `extents` and `rows` write and read the contents of a checkpoint. `blocks` has block-level
-//! saves. `publish` makes a checkpoint the newest one and removes others. `ops` works on whole checkpoints. None imports from one after it.
+//! The folders, from the bottom up: `directory` is a checked and held user's directory. `output` writes files.
+//! `manifest` has names, digests, manifests, and directory locks. `extents` and `rows` write and read the contents of a
+//! checkpoint. `blocks` has RecIS-format saves. `publish` makes a checkpoint the latest one and removes others. `ops`
+//! works on entire checkpoints. None imports from a later one.
 
 mod blocks;
 mod directory;

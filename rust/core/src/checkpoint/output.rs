@@ -1,4 +1,5 @@
-//! Writes whole files in the background. A file is built as an image in memory; several threads write an image, and it is synced once.
+//! Writes complete files in the background. A file is built as an image in memory; several threads write it, and it is
+//! synced once.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
@@ -12,17 +13,17 @@ use crate::memory::can_start_threads;
 use crate::process::{BackgroundFlag, works_in_background};
 use crate::sync::lock;
 
-/// How many images exist at once. The caller fills one while threads write the others. At any time some of the others are being synced,
-/// and the disk is free for the rest.
+/// Number of images that exist at once. The caller fills one while threads write the others. Some of these are being
+/// synced at any time, which leaves the disk to the rest.
 const IMAGES: usize = 6;
-/// The same for a save beside training, which must leave memory and the disk to training.
+/// The same for an asynchronous save, which must leave memory and disk bandwidth to training.
 const IMAGES_IN_BACKGROUND: usize = 4;
-/// How many threads write one file.
+/// Number of threads that write one file.
 const WRITER_THREADS: usize = 4;
-/// How many bytes one write request has.
+/// Size of one write request.
 const WRITE_BYTES: usize = 1 << 20;
 
-/// A file to write. Its bytes are the first `len` of `buffer`.
+/// A file to write: the first `len` bytes of `buffer`.
 struct FileImage {
     path: PathBuf,
     buffer: AlignedBuf,
@@ -33,17 +34,17 @@ struct FileImage {
 pub(crate) struct BackgroundFileWriter<'s> {
     engine: &'s dyn IoEngine,
     images: Sender<FileImage>,
-    /// For each image that a thread has finished: its buffer, or the error of writing it.
+    /// For each image that a thread has finished: its buffer, or the write error.
     written: Receiver<Result<AlignedBuf>>,
     free: Vec<AlignedBuf>,
-    /// How many images may exist at once.
+    /// Maximum number of images that exist at once.
     max_images: usize,
     in_flight: usize,
     threads: Vec<ScopedJoinHandle<'s, ()>>,
 }
 
 impl<'s> BackgroundFileWriter<'s> {
-    /// Start the threads, which write until the output is dropped. They take images from `queue`, which outlives them.
+    /// Starts the threads, which write images from `queue` until this writer is dropped. `queue` outlives them.
     pub(crate) fn new<'e>(scope: &'s Scope<'s, 'e>, engine: &'s dyn IoEngine, queue: &'s ImageQueue) -> Self {
         let (images, receiver) = channel();
         let (done, written) = channel();
@@ -53,7 +54,7 @@ impl<'s> BackgroundFileWriter<'s> {
             let write = move || {
                 while let Some(FileImage { path, buffer, len }) = queue.next() {
                     let outcome = catch_unwind(AssertUnwindSafe(|| write_file(engine, &path, &buffer[..len])));
-                    // After a failed save nobody receives this.
+                    // After a failed save there is no receiver.
                     let _ = match outcome {
                         Ok(outcome) => done.send(outcome.map(|()| buffer)),
                         Err(panic) => {
@@ -65,15 +66,15 @@ impl<'s> BackgroundFileWriter<'s> {
             };
             Builder::new().name(format!("embcache-save-{number}")).spawn_scoped(scope, write).ok()
         };
-        // Without threads the caller writes each image itself.
+        // If no thread can be started, the caller writes each image itself.
         let most = if works_in_background() { IMAGES_IN_BACKGROUND } else { IMAGES };
         let threads = (1..if can_start_threads() { most } else { 1 }).map_while(start).collect();
         Self { engine, images, written, free: Vec::new(), max_images: most, in_flight: 0, threads }
     }
 
-    /// Wait until there is a buffer for an image of `len` bytes. The next call of [`Output::buffer`] returns it.
+    /// Waits until a buffer for an image of `len` bytes is available. The next call of [`Self::buffer`] returns it.
     ///
-    /// Errors: `Memory` where the system gives no memory for one and no image is being written whose buffer could be used.
+    /// Errors: `Memory` if the allocation fails and no image is being written whose buffer could be reused.
     pub(crate) fn wait_for_buffer(&mut self, len: usize) -> Result<()> {
         self.free.retain(|buffer| buffer.len() >= len);
         while self.free.is_empty() {
@@ -95,18 +96,18 @@ impl<'s> BackgroundFileWriter<'s> {
         Ok(())
     }
 
-    /// A buffer for an image of `len` bytes.
+    /// Returns a buffer for an image of `len` bytes.
     pub(crate) fn buffer(&mut self, len: usize) -> Result<AlignedBuf> {
         self.wait_for_buffer(len)?;
         Ok(self.free.pop().expect("waited for"))
     }
 
-    /// Give back a buffer that was not used.
+    /// Returns an unused buffer to the free list.
     pub(crate) fn give_back(&mut self, buffer: AlignedBuf) {
         self.free.push(buffer);
     }
 
-    /// Write a file of the first `len` bytes of `buffer`.
+    /// Writes the first `len` bytes of `buffer` to the file `path`.
     pub(crate) fn write(&mut self, path: PathBuf, buffer: AlignedBuf, len: usize) -> Result<()> {
         if self.threads.is_empty() {
             write_file(self.engine, &path, &buffer[..len])?;
@@ -117,12 +118,12 @@ impl<'s> BackgroundFileWriter<'s> {
         self.images.send(FileImage { path, buffer, len }).map_err(|_| writers_ended_error())
     }
 
-    /// Wait until an image is written and return its buffer.
+    /// Waits until an image is written and returns its buffer.
     fn wait_for_image(&self) -> Result<AlignedBuf> {
         self.written.recv().unwrap_or_else(|_| Err(writers_ended_error()))
     }
 
-    /// Wait until every image is written and synced.
+    /// Waits until every image is written and synced.
     pub(crate) fn finish(mut self) -> Result<()> {
         while self.in_flight > 0 {
             self.in_flight -= 1;
@@ -136,7 +137,7 @@ fn writers_ended_error() -> Error {
     Error::new(Kind::Storage, "the writing threads ended")
 }
 
-/// Where the writing threads find their next image.
+/// Queue from which the writer threads take images.
 #[derive(Default)]
 pub(crate) struct ImageQueue(Mutex<Option<Receiver<FileImage>>>);
 
@@ -147,10 +148,10 @@ impl ImageQueue {
     }
 }
 
-/// Make a file and sync its contents. The file's name is not durable yet.
+/// Creates a file and syncs its contents. Its name is not durable yet.
 pub(crate) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Result<()> {
     let file = engine.open(path, IoOpenMode::Create { preallocate: bytes.len() as u64 })?;
-    // The length is set first, because writes that make a file longer wait for one another.
+    // The length is set first because writes that extend a file are serialized.
     file.set_len(bytes.len() as u64)?;
     let pieces = bytes.chunks(WRITE_BYTES).enumerate();
     for_each_piece(WRITER_THREADS, pieces.collect(), |(number, piece)| {
@@ -159,8 +160,9 @@ pub(crate) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Re
     file.sync()
 }
 
-/// Do `work` with every piece, on up to `threads` threads including this one. The first error ends it. Where several pieces fail, the error is
-/// that of the earliest piece: pieces are begun in order, so it is always met, and the same damage is told by the same words each time.
+/// Runs `work` on every piece, on up to `threads` threads including the caller. Stops at the first error. If several
+/// pieces fail, returns the error of the earliest piece. Pieces are started in order, so the earliest failing piece
+/// always runs and the same corruption gives the same error each time.
 pub(crate) fn for_each_piece<T: Send>(
     threads: usize,
     pieces: Vec<T>,
@@ -187,7 +189,7 @@ pub(crate) fn for_each_piece<T: Send>(
     };
     std::thread::scope(|scope| {
         for _ in 0..helpers {
-            // Without more threads the work only takes longer.
+            // With fewer threads the work only takes longer.
             if Builder::new().name("embcache-piece".into()).spawn_scoped(scope, run).is_err() {
                 break;
             }

@@ -1,7 +1,8 @@
-//! Proofs that no kernel touches the rows that somebody is about to read or write.
+//! Access tokens: proofs that no kernel uses the rows that are about to be read or written.
 //!
-//! The table's lock keeps out everybody but kernels: they use the rows of slots that their plan has pinned, without that lock. So a row of
-//! the arena is read through a [`ReadAccess`] slot and written through an [`Idle`] one, and there are few ways to get either.
+//! The table's lock excludes all code except kernels, which use the rows of pinned slots of their plan without that
+//! lock. So a row of the arena is read through a [`ReadAccess`] and written through a [`WriteAccess`], and there are
+//! few ways to get either.
 
 use std::marker::PhantomData;
 
@@ -12,16 +13,16 @@ use crate::types::CacheSlot;
 pub(crate) struct NoKernelWrites<'a>(PhantomData<&'a ()>);
 
 impl<'a> NoKernelWrites<'a> {
-    /// The caller's word for it.
+    /// Creates the token on the caller's guarantee.
     ///
     /// # Safety
-    /// During `'a` no kernel writes a row of the host tier that the proof is used with.
+    /// During `'a` no kernel writes a row of the host tier that the token is used with.
     #[allow(unsafe_code)]
     pub(crate) unsafe fn promise() -> Self {
         Self(PhantomData)
     }
 
-    /// A slot whose row may be read.
+    /// Read access to the row in a slot.
     #[inline]
     pub(crate) fn read_access(self, slot: CacheSlot) -> ReadAccess<'a> {
         ReadAccess { slot, proof: self.0 }
@@ -42,14 +43,15 @@ impl ReadAccess<'_> {
     }
 }
 
-/// A slot of the host tier whose row no kernel reads or writes: it is empty, or no plan has pinned it, or the table's kernels run on the
-/// device tier. It is made under the table's lock and used before that lock is given up, since only a plan that has the lock can pin.
-/// So it never leaves the operation of the residency that made it: `tests/python/test_tree.py` refuses it in any other module.
+/// A slot of the host tier whose row no kernel reads or writes: it is empty, or no plan has pinned it, or the table's
+/// kernels run on the device tier. It is created under the table's lock and used before that lock is released, because
+/// only a plan that has the lock can pin. So it never leaves the operation of the placement that created it:
+/// `tests/python/test_tree.py` rejects it in any other module.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct WriteAccess(CacheSlot);
 
 impl WriteAccess {
-    /// Only the host tier makes these, once it has looked.
+    /// Only the host tier creates these, after checking.
     pub(super) fn new(slot: CacheSlot) -> Self {
         Self(slot)
     }
@@ -59,7 +61,7 @@ impl WriteAccess {
         self.0
     }
 
-    /// What nobody uses may be read.
+    /// Unused rows may be read.
     #[inline]
     pub(crate) fn read_access(&self) -> ReadAccess<'_> {
         ReadAccess { slot: self.0, proof: PhantomData }

@@ -1,4 +1,4 @@
-//! Many rows that come into the host tier, or leave it, at once.
+//! Insertion and removal of many rows of the host tier.
 
 use super::{HostTier, ROWS_AHEAD};
 use crate::error::Result;
@@ -8,11 +8,13 @@ use crate::slots::RowState;
 use crate::types::{CacheSlot, Id};
 
 impl HostTier {
-    /// Take slots for rows, where ids find them from now on: slots of the budget, and where these end slots of the overflow if `overflow`
-    /// allows that. Rows that are on SSD are LOADING, and are to be read. The others are PROVISIONAL, and are to be born. `ids` and `on_ssd` are
-    /// `[n]`, and the tier has none of the ids. Memory for as many rows as get slots was reserved.
+    /// Takes slots for rows and adds the ids to the index: slots of the budget, then of the overflow if `overflow` is
+    /// true. Rows that are on SSD are LOADING, and are to be read. The others are PROVISIONAL, and are to be
+    /// initialized. `ids` and `on_ssd` are `[n]`, and the tier has none of the ids. Memory for the rows that get slots
+    /// must be reserved.
     ///
-    /// The slots are those of the first ids; the others get none. The result says why, where they should have.
+    /// The slots belong to the first ids; the others get none. The result is an error if an overflow slot could not be
+    /// allocated.
     pub(crate) fn admit(&mut self, ids: &[Id], on_ssd: &[bool], overflow: bool) -> (Vec<CacheSlot>, Result<()>) {
         let mut slots = Vec::with_capacity(ids.len());
         self.slots.take_many(ids.len(), &mut slots);
@@ -35,7 +37,7 @@ impl HostTier {
         (slots, refused)
     }
 
-    /// Copy rows into slots of the tier, where ids find them from now on: slots of the budget, and where these end slots of the overflow. The
+    /// Copies rows into slots of the tier and adds the ids to the index: slots of the budget, then of the overflow. The
     /// tier has none of the ids, and memory for all of the rows was [reserved](HostTier::reserve).
     pub(crate) fn insert_rows(&mut self, rows: &[(RowRef<'_>, RowState)]) {
         let slots = self.slots.take_with_overflow(rows.len());
@@ -53,13 +55,13 @@ impl HostTier {
         }
     }
 
-    /// Take rows out of their slots, none of them to make room, and give the slots back. `slots` and `ids` are `[n]`.
+    /// Removes rows without eviction, and frees their slots. `slots` and `ids` are `[n]`.
     pub(crate) fn remove_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
         self.slots.remove_batch(slots, ids);
         self.shrink_overflow();
     }
 
-    /// Take victims out of their slots.
+    /// Removes victims.
     pub(crate) fn remove_victims(&mut self, victims: &[WriteAccess]) {
         let slots: Vec<CacheSlot> = victims.iter().map(WriteAccess::slot).collect();
         let ids: Vec<Id> = slots.iter().map(|&slot| self.id(slot)).collect();

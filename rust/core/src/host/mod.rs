@@ -1,4 +1,4 @@
-//! The host tier: rows in an arena in RAM, within a budget of bytes that the index of the rows on SSD shares.
+//! The host tier: rows in an arena in RAM, within a byte budget that is shared with the index of the rows on SSD.
 #![allow(unsafe_code)]
 
 mod access;
@@ -20,20 +20,20 @@ use crate::types::{CacheSlot, Id};
 
 /// Bytes of the SSD index that the host budget does not count: they are part of a table's fixed overhead.
 const FREE_INDEX_BYTES: u64 = 64 * 1024;
-/// Bytes of the SSD index that the host budget counts for an id at most. An index of a million ids or more takes no more than that; a
-/// smaller one has empty pages, which are part of a table's fixed overhead.
+/// Maximum bytes of the SSD index that the host budget counts per id. An index of a million ids or more uses at most
+/// this; a smaller one has empty pages, which are part of a table's fixed overhead.
 pub const INDEX_BYTES_PER_ROW: u64 = 12;
 
-/// The most slots of the budget that a tier has.
+/// Maximum number of slots of the budget of a tier.
 const MOST_ROWS: u64 = (u32::MAX / 4) as u64;
-/// [`HostTier::trained_until`] fetches the header of the slot that comes this many slots later into the processor's cache.
+/// Distance, in slots, at which [`HostTier::trained_until`] prefetches headers into the CPU cache.
 const HEADERS_AHEAD: usize = 64;
 
-/// Whoever copies rows fetches the one that comes so many rows later into the processor's cache.
+/// Distance, in rows, at which copies of rows prefetch into the CPU cache.
 pub(crate) const ROWS_AHEAD: usize = 8;
 
-/// The rows of one table in RAM. It is used under the lock of its table. Kernels read and write the rows that their plan has pinned without
-/// that lock; see [`ReadAccess`] and [`Idle`] for how others reach a row beside them.
+/// The rows of one table in RAM. Used under the lock of its table. Kernels read and write the rows that their plan has
+/// pinned without that lock; see [`ReadAccess`] and [`WriteAccess`] for access by other code.
 #[derive(Debug)]
 pub(crate) struct HostTier {
     pub(crate) slots: SlotMap,
@@ -42,19 +42,19 @@ pub(crate) struct HostTier {
     bytes_per_row: u64,
     budget: HostBudget,
     budget_rows: u32,
-    /// Whether the table's kernels run on the device tier, so that none ever uses a row here.
+    /// True if the table's kernels run on the device tier, so that none uses a row here.
     kernels_on_device: bool,
 }
 
 impl HostTier {
-    /// Bytes of the budget that a row costs.
+    /// Bytes of the budget per row.
     pub(crate) fn bytes_per_row(layout: &RowLayout, policy: PolicyKind) -> u64 {
         (RowArena::bytes_per_row(layout) + SlotMap::bytes_per_slot(policy)) as u64
     }
 
-    /// A tier of as many rows as `budget` holds. Addresses are mapped for as many as it can ever hold.
+    /// A tier of as many rows as `budget` fits. Maps addresses for its maximum size.
     ///
-    /// Errors: `Config` when that is none.
+    /// Errors: `Config` if it fits no row.
     pub(crate) fn new(
         table: &str,
         layout: RowLayout,
@@ -94,29 +94,29 @@ impl HostTier {
         self.bytes_per_row
     }
 
-    /// Rows in the tier: in slots of the budget and of the overflow.
+    /// Number of rows in slots of the budget and of the overflow.
     pub(crate) fn row_count(&self) -> u64 {
         u64::from(self.slots.used()) + u64::from(self.slots.overflow_used())
     }
 
-    /// Bytes of the budget that an index of `index_bytes` for `indexed_rows` rows on SSD takes.
+    /// Bytes of the budget charged for an index of `index_bytes` for `indexed_rows` rows on SSD.
     pub(crate) fn charged_bytes(index_bytes: u64, indexed_rows: u64) -> u64 {
         index_bytes.min(indexed_rows * INDEX_BYTES_PER_ROW).saturating_sub(FREE_INDEX_BYTES)
     }
 
-    /// How many rows the budget holds beside such an index.
+    /// Number of rows that fit the budget next to such an index.
     pub(crate) fn rows_after_index(&self, index_bytes: u64, indexed_rows: u64) -> u64 {
         let charged = Self::charged_bytes(index_bytes, indexed_rows);
         (self.budget.bytes().saturating_sub(charged) / self.bytes_per_row).min(u64::from(self.slots.capacity()))
     }
 
-    /// Fetch the header of a row into the processor's cache.
+    /// Prefetches the header of a row into the CPU cache.
     #[inline]
     pub(crate) fn prefetch_header(&self, slot: CacheSlot) {
         prefetch_address(self.arena.row(slot).header);
     }
 
-    /// Fetch a whole row into the processor's cache.
+    /// Prefetches an entire row into the CPU cache.
     #[inline]
     pub(crate) fn prefetch_row(&self, slot: CacheSlot) {
         let row = self.arena.row(slot);
@@ -124,40 +124,41 @@ impl HostTier {
         prefetch_range(row.vector.cast(), self.layout.vector_floats() * size_of::<f32>());
     }
 
-    /// The proof for a table whose kernels run on the device tier; `None` for the others.
+    /// The token for a table whose kernels run on the device tier; `None` for other tables.
     pub(crate) fn no_kernel_writes(&self) -> Option<NoKernelWrites<'static>> {
-        // SAFETY: such a table's kernels are given the device's tensors and never this arena, as long as the table lives.
+        // SAFETY: such a table's kernels use the device's tensors and never this arena, for the lifetime of the table.
         self.kernels_on_device.then(|| unsafe { NoKernelWrites::promise() })
     }
 
-    /// A slot that no plan has pinned; `None` where one has.
+    /// Write access to an unpinned slot; `None` if a plan has pinned it.
     pub(crate) fn unpinned(&mut self, slot: CacheSlot) -> Option<WriteAccess> {
         (!self.slots.is_pinned(slot)).then(|| WriteAccess::new(slot))
     }
 
-    /// A slot that plans have pinned and none of them uses yet.
+    /// Write access to a slot that plans have pinned and none of them uses yet.
     ///
     /// # Safety
-    /// None of the plans that have pinned the slot is in place, so that no kernel reads or writes its row. That stays so as long as the
-    /// result is used.
+    /// No plan that has pinned the slot is active, so that no kernel reads or writes its row. That must hold as long as
+    /// the result is used.
     pub(crate) unsafe fn pinned_unused(&self, slot: CacheSlot) -> WriteAccess {
         debug_assert!(slot < self.slots.high_water(), "slot {slot} was never taken");
         WriteAccess::new(slot)
     }
 
-    /// A slot of a table whose kernels run on the device tier, pinned or not; `None` for the other tables.
+    /// Write access to a slot of a table whose kernels run on the device tier, pinned or not; `None` for other tables.
     pub(crate) fn unused_by_kernels(&self, slot: CacheSlot) -> Option<WriteAccess> {
         self.kernels_on_device.then(|| WriteAccess::new(slot))
     }
 
-    /// The next rows to evict by policy, `requested` of them or as many as there are. Follow with [`HostTier::remove_victims`] or [`HostTier::spare`].
+    /// The next rows to evict by policy, up to `requested`. Follow with [`HostTier::remove_victims`] or
+    /// [`HostTier::keep_victim`].
     pub(crate) fn victims(&mut self, requested: usize) -> Vec<WriteAccess> {
         let arena = &self.arena;
         let prefetch = |slot| prefetch_address(arena.row(slot).header);
         self.slots.victims(requested, |slot| id_in(arena, slot), prefetch).into_iter().map(WriteAccess::new).collect()
     }
 
-    /// Keep a victim after all.
+    /// Keeps a victim.
     pub(crate) fn keep_victim(&mut self, victim: &WriteAccess) {
         let id = self.id(victim.slot());
         self.slots.keep_victim(victim.slot(), id);
@@ -168,54 +169,59 @@ impl HostTier {
     pub(crate) fn row<'a>(&'a self, access: ReadAccess<'a>) -> RowRef<'a> {
         debug_assert!(access.slot() < self.slots.high_water(), "slot {} was never taken", access.slot());
         let row = self.arena.row(access.slot());
-        // SAFETY: slots that were taken are valid in the arena, whose rows have this layout. Besides kernels, of which `quiet` says that
-        // none writes here, rows are written through `&mut self` only, and by reads into slots that are LOADING, which nobody asks for.
+        // SAFETY: slots that were taken are valid in the arena, whose rows have this layout. `access` guarantees that
+        // no kernel writes this row. Other writes go only through `&mut self`, or are reads into slots that are
+        // LOADING, which are never requested here.
         unsafe {
             RowRef { header: &*row.header, vector: std::slice::from_raw_parts(row.vector, self.layout.vector_floats()) }
         }
     }
 
-    /// Rows of several slots where they lie.
+    /// Rows of several slots in place.
     pub(crate) fn rows<'a>(&'a self, slots: &'a [CacheSlot], _no_writes: NoKernelWrites<'a>) -> RowList<'a> {
-        // SAFETY: as `row` says of each slot, with a proof for all of them.
+        // SAFETY: as in `row` for each slot, with a token for all of them.
         unsafe { RowList::in_slots(&self.arena, slots, self.layout.vector_floats()) }
     }
 
-    /// The header and the vector part of a row, to be changed.
+    /// Mutable header and vector part of a row.
     fn row_mut(&mut self, access: &WriteAccess) -> (&mut RowHeader, &mut [f32]) {
         let row = self.arena.row(access.slot());
-        // SAFETY: the slot was taken, so it is valid in the arena, whose rows have this layout. No kernel uses the row, as `idle` says, and
-        // `self` is borrowed exclusively, so that nobody else reads or writes it either.
+        // SAFETY: the slot was taken, so it is valid in the arena, whose rows have this layout. `access` guarantees
+        // that no kernel uses the row, and `self` is borrowed exclusively, so that no other thread reads or writes it
+        // either.
         unsafe { (&mut *row.header, std::slice::from_raw_parts_mut(row.vector, self.layout.vector_floats())) }
     }
 
-    /// Replace the header and the vector part of a row.
+    /// Replaces the header and the vector part of a row.
     pub(crate) fn overwrite(&mut self, access: &WriteAccess, row: RowRef<'_>) {
         let (header, vector) = self.row_mut(access);
         *header = *row.header;
         vector.copy_from_slice(row.vector);
     }
 
-    /// The id of a row. A kernel may be writing the row's values meanwhile.
+    /// The id of a row. A kernel may be writing the row's values concurrently.
     #[inline]
     pub(crate) fn id(&self, slot: CacheSlot) -> Id {
         id_in(&self.arena, slot)
     }
 
-    /// The epoch of a row's last training step. A kernel may be writing the row's values meanwhile.
+    /// The epoch of a row's last training step. A kernel may be writing the row's values concurrently.
     #[inline]
     pub(crate) fn modified_epoch(&self, slot: CacheSlot) -> u32 {
-        // SAFETY: the slot is valid in the arena. Only this field is read, and no reference to the whole header is made, since a kernel may
-        // be writing the scalar slot beside it. The field itself is written through `&mut self` only.
+        // SAFETY: the slot is valid in the arena. Only this field is read, and no reference to the entire header is
+        // created, because a kernel may be writing the scalar slot next to it. The field itself is written only through
+        // `&mut self`.
         unsafe { (&raw const (*self.arena.row(slot).header).modified_epoch).read() }
     }
 
-    /// The id and the metadata of a row. A kernel may be writing the row's values meanwhile. Its scalar slot is not read.
+    /// The id and the metadata of a row. A kernel may be writing the row's values concurrently. Its scalar slot is not
+    /// read.
     #[inline]
     pub(crate) fn metadata(&self, slot: CacheSlot) -> RowHeader {
         let header = self.arena.row(slot).header;
-        // SAFETY: the slot is valid in the arena. The fields are read one by one, and are written through `&mut self` only; the scalar
-        // slot, which a kernel may be writing, is not touched, and no reference to the whole header is made.
+        // SAFETY: the slot is valid in the arena. The fields are read one by one, and are written only through `&mut
+        // self`; the scalar slot, which a kernel may be writing, is not touched, and no reference to the entire header
+        // is created.
         unsafe {
             RowHeader {
                 id: (&raw const (*header).id).read(),
@@ -228,7 +234,8 @@ impl HostTier {
         }
     }
 
-    /// The occupied ones of some slots, in order, whose row is not current or was trained last at step `latest` or before.
+    /// The occupied slots of a range, in order, whose row is not current or was last trained at step `latest` or
+    /// before.
     pub(crate) fn trained_until(&self, latest: u64, slots: Range<CacheSlot>) -> Vec<CacheSlot> {
         let mut found = vec![0; slots.len()];
         let mut count = 0;
@@ -241,7 +248,7 @@ impl HostTier {
             } else {
                 state.has(RowState::OCCUPIED)
             };
-            // Without a branch, because nobody can foresee which rows are old.
+            // Branchless, because the age of rows is unpredictable.
             found[count] = slot;
             count += usize::from(is_wanted);
         }
@@ -249,12 +256,14 @@ impl HostTier {
         found
     }
 
-    /// Record a training step on a row, see [`RowHeader::touch`]. A kernel of another plan may be writing the row's values meanwhile.
+    /// Records a training step on a row, see [`RowHeader::touch`]. A kernel of another plan may be writing the row's
+    /// values concurrently.
     #[inline]
     pub(crate) fn touch(&mut self, slot: CacheSlot, occurrences: u32, epoch: u32, decay: &mut ScoreDecayTo) {
         let header = self.arena.row(slot).header;
-        // SAFETY: the slot is valid in the arena. The metadata is read and written field by field, through `&mut self` only; the scalar
-        // slot, which a kernel may be writing, is not touched, and no reference to the whole header is made.
+        // SAFETY: the slot is valid in the arena. The metadata is read and written field by field, only through `&mut
+        // self`; the scalar slot, which a kernel may be writing, is not touched, and no reference to the entire header
+        // is created.
         unsafe {
             let mut meta = RowHeader {
                 last_step: (&raw const (*header).last_step).read(),
@@ -270,8 +279,8 @@ impl HostTier {
         }
     }
 
-    /// Take an empty slot of the budget; where it has none, one of the overflow if `overflow` allows that. Follow with an insert, or with
-    /// [`SlotMap::give_back`].
+    /// Takes an empty slot of the budget; if it has none, one of the overflow if `overflow` is true. Follow with an
+    /// insert, or with [`SlotMap::give_back`].
     pub(crate) fn take(&mut self, overflow: bool) -> Result<Option<WriteAccess>> {
         if let Some(slot) = self.slots.take() {
             return Ok(Some(WriteAccess::new(slot)));
@@ -283,9 +292,9 @@ impl HostTier {
         Ok(Some(WriteAccess::new(self.slots.take_overflow())))
     }
 
-    /// Ask the system now for the memory of `rows` more rows: in free slots of the budget, and past those in the overflow.
+    /// Allocates memory for `rows` more rows: in free slots of the budget, and beyond those in the overflow.
     ///
-    /// Errors: `Memory` where the system refuses. Nothing has changed then.
+    /// Errors: `Memory` if the allocation fails. Nothing has changed then.
     pub(crate) fn reserve(&mut self, rows: usize) -> Result<()> {
         let rows = rows.min(u32::MAX as usize) as u32;
         self.open_slots(rows);
@@ -296,13 +305,13 @@ impl HostTier {
         self.slots.reserve(rows)
     }
 
-    /// Copy a row into a taken slot, where ids find it from now on.
+    /// Copies a row into a taken slot and adds its id to the index.
     pub(crate) fn insert_row(&mut self, taken: &WriteAccess, row: RowRef<'_>, state: RowState) {
         self.overwrite(taken, row);
         self.slots.insert(taken.slot(), row.header.id, state);
     }
 
-    /// Make a taken slot the place that a row is about to be read into from SSD.
+    /// Prepares a taken slot for a row that is about to be read from SSD.
     pub(crate) fn insert_loading(&mut self, taken: &WriteAccess, id: Id) -> CacheSlot {
         let slot = taken.slot();
         self.row_mut(taken).0.id = id;
@@ -310,21 +319,21 @@ impl HostTier {
         slot
     }
 
-    /// Take a row out of its slot and give the slot back. `evicted` tells the policy whether the row left to make room.
+    /// Removes a row and frees its slot. `evicted` is true if the row left to free space; it is passed to the policy.
     pub(crate) fn remove(&mut self, slot: CacheSlot, evicted: bool) {
         let id = self.id(slot);
         self.slots.remove(slot, id, evicted);
         self.shrink_overflow();
     }
 
-    /// Give the memory of the overflow back to the system once no row is in it.
+    /// Releases the memory of the overflow once no row is in it.
     pub(crate) fn shrink_overflow(&self) {
         if self.slots.overflow_used() == 0 {
             self.arena.shrink_overflow(0);
         }
     }
 
-    /// Forget every row, and give back what was taken for them. None is pinned or being read.
+    /// Removes every row, and releases their memory and shared bytes. Requires that none is pinned or being read.
     pub(crate) fn clear(&mut self, policy: PolicyKind) {
         let capacity = self.slots.capacity();
         self.slots = self.empty_slots(policy);
@@ -332,12 +341,12 @@ impl HostTier {
         self.arena.discard(0..capacity);
     }
 
-    /// Move a row to a taken slot.
+    /// Moves a row to a taken slot.
     pub(crate) fn relocate(&mut self, from: &WriteAccess, to: &WriteAccess) {
         let (source, target) = (self.arena.row(from.slot()), self.arena.row(to.slot()));
         debug_assert_ne!(from, to);
-        // SAFETY: both slots were taken, so they are valid, and they are two, since one has a row and the other was empty. No kernel uses
-        // either, and `self` is borrowed exclusively.
+        // SAFETY: both slots were taken, so they are valid, and they are distinct, because one has a row and the other
+        // was empty. No kernel uses either, and `self` is borrowed exclusively.
         unsafe {
             std::ptr::copy_nonoverlapping(source.vector, target.vector, self.layout.vector_floats());
             *target.header = *source.header;
@@ -350,8 +359,9 @@ impl HostTier {
 /// The id of the row in a slot of an arena.
 #[inline]
 fn id_in(arena: &RowArena, slot: CacheSlot) -> Id {
-    // SAFETY: the slot has a row, so it is valid. Only this field is read, and no reference to the whole header is made, since a kernel may
-    // be writing the scalar slot beside it. Ids are written under the table's lock, which whoever has the tier holds.
+    // SAFETY: the slot has a row, so it is valid. Only this field is read, and no reference to the entire header is
+    // created, because a kernel may be writing the scalar slot next to it. Ids are written under the table's lock,
+    // which every user of the tier holds.
     unsafe { (&raw const (*arena.row(slot).header).id).read() }
 }
 

@@ -1,4 +1,4 @@
-//! The distinct ids of a batch, and where each occurs.
+//! The distinct ids of a batch, and their occurrences.
 #![allow(unsafe_code)]
 
 use std::hint::select_unpredictable;
@@ -16,37 +16,38 @@ pub struct DedupedIds {
     pub inverse: Vec<u32>,
 }
 
-/// The distinct ids and the inverse of `ids`: `[N]` with N below 2³⁰. A [`IdDeduper`] does the same and keeps its memory for the next
-/// batch.
+/// Returns the distinct ids and the inverse of `ids`: `[N]` with N below 2³⁰. An [`IdDeduper`] does the same and keeps
+/// its memory for the next batch.
 pub fn dedupe(ids: &[Id]) -> DedupedIds {
     let mut deduped = DedupedIds::default();
     IdDeduper::default().dedupe(ids, &mut deduped);
     deduped
 }
 
-/// The table position of an id is prefetched this many ids before its turn.
+/// Distance, in ids, at which the table position of an id is prefetched.
 const AHEAD: usize = 32;
-/// After this many ids, the share of new ones among them decides how the next ones are looked up.
+/// Number of ids after which the fraction of new ids among them decides how the next ones are looked up.
 const STRETCH: usize = 2048;
-/// The number of table positions for each id of a batch, before that is rounded up to a power of two.
+/// Number of table positions per id of a batch, before rounding up to a power of two.
 const POSITIONS_PER_ID: usize = 2;
 const LEAST_BITS: u32 = 6;
-/// A batch must have fewer ids than this.
+/// Exclusive upper bound of the number of ids of a batch.
 const MAX_IDS: usize = 1 << 30;
 
-/// The steps past their home positions that the ids of a batch may take before another hash is tried: so many for each id done, and
-/// so many besides. Ids that nobody chose against the hash take one or two steps each.
+/// Steps past their home positions that the ids of a batch may take before another hash is tried: this many per
+/// processed id, and an initial allowance. Ids that were not chosen against the hash take one or two steps each.
 const STEPS_AN_ID: usize = 8;
 const STEPS_AT_FIRST: usize = 1 << 14;
-/// The number of hashes that are tried. The last one is used to the end.
+/// Number of hashes to try. The last one is used to the end.
 const HASHES: usize = 4;
 
 /// Dedupes one batch after another in the same memory.
 ///
-/// The ids go once through a hash table with linear probing, which has 2 to 4 positions for each id of the batch. A position holds
-/// `base` plus the index of its id in `unique`. After each batch `base` moves past every number in use, so that what earlier
-/// batches left reads as empty and nothing need be cleared. The hash is random. When many ids collide all the same, the pass begins
-/// again with another hash, so the time for a batch never grows with the square of its ids. The result is the same with every hash.
+/// The ids pass once through a hash table with linear probing, which has 2 to 4 positions per id of the batch. A
+/// position contains `base` plus the index of its id in `unique`. After each batch `base` moves past every number in
+/// use, so that entries of earlier batches read as empty and nothing must be cleared. The hash is random. If many ids
+/// collide nevertheless, the pass restarts with another hash, so the time for a batch never grows with the square of
+/// its ids. The result is the same with every hash.
 #[derive(Debug, Default)]
 pub struct IdDeduper {
     table: Vec<u32>,
@@ -55,10 +56,10 @@ pub struct IdDeduper {
 }
 
 impl IdDeduper {
-    /// Replace the contents of `deduped` by the distinct ids and the inverse of `ids`, which is `[N]`.
+    /// Replaces the contents of `deduped` with the distinct ids and the inverse of `ids`, which is `[N]`.
     ///
     /// # Panics
-    /// Panics with 2³⁰ ids or more.
+    /// If there are 2³⁰ ids or more.
     pub fn dedupe(&mut self, ids: &[Id], deduped: &mut DedupedIds) {
         assert!(ids.len() < MAX_IDS, "a batch of {} ids is too large: it must have fewer than 2^30", ids.len());
         for tried in 1..=HASHES {
@@ -69,8 +70,8 @@ impl IdDeduper {
         }
     }
 
-    /// Go once through `ids`. The result is `false` where the pass was given up because too many ids collide. With `to_the_end` it goes
-    /// on to the end.
+    /// Makes one pass through `ids`. Returns `false` if the pass was aborted because too many ids collide. With
+    /// `to_the_end` it never aborts.
     fn pass(&mut self, ids: &[Id], deduped: &mut DedupedIds, to_the_end: bool) -> bool {
         let bits = ((ids.len() * POSITIONS_PER_ID).max(1).next_power_of_two().trailing_zeros()).max(LEAST_BITS);
         if self.table.len() < 1 << bits {
@@ -84,7 +85,8 @@ impl IdDeduper {
         let DedupedIds { unique, inverse } = deduped;
         unique.clear();
         inverse.clear();
-        // The pass always writes one id behind the last, so there must be room for one more than there can be distinct ids.
+        // The pass always writes one id behind the last, so the capacity must exceed the possible number of distinct
+        // ids by one.
         unique.reserve(ids.len() + 1);
         inverse.reserve(ids.len());
         let mut pass = DedupPass {
@@ -101,8 +103,8 @@ impl IdDeduper {
         let mut mostly_new = false;
         for begin in (0..ids.len()).step_by(STRETCH) {
             let (end, before) = ((begin + STRETCH).min(ids.len()), pass.found as usize);
-            // SAFETY: the stretches cover `ids` once, in order. `unique` and `inverse` have reserved room. The table contains zeros
-            // or what earlier passes left, and all of that is below `base`.
+            // SAFETY: the stretches cover `ids` once, in order. `unique` and `inverse` have reserved capacity. The
+            // table contains zeros or values of earlier passes, and all of these are below `base`.
             unsafe {
                 if mostly_new {
                     pass.stretch::<true>(begin, end);
@@ -137,18 +139,18 @@ struct DedupPass<'a> {
     unique: *mut Id,
     inverse: *mut u32,
     found: u32,
-    /// The number of steps that ids took past their home positions.
+    /// Number of steps that ids took past their home positions.
     steps: usize,
 }
 
 impl DedupPass<'_> {
-    /// Do the ids `begin..end`. In most batches it cannot be foreseen whether an id is new, so this is decided without a branch.
-    /// With `MOSTLY_NEW` there is a branch, which is quicker where it nearly always goes one way.
+    /// Processes the ids `begin..end`. In most batches it is unpredictable whether an id is new, so this is decided
+    /// without a branch. With `MOSTLY_NEW` there is a branch, which is faster if it nearly always goes one way.
     ///
     /// # Safety
-    /// All ids before `begin` are done, and those from `begin` on are not. `unique` has room for one id more than `ids` has, and
-    /// `inverse` for as many. The table has 2^`bits` positions, and those with `base` or more hold `base` plus an index below
-    /// `found`.
+    /// All ids before `begin` are processed, and those from `begin` on are not. `unique` has capacity for one id more
+    /// than `ids` has, and `inverse` for as many. The table has 2^`bits` positions, and those with `base` or more
+    /// contain `base` plus an index below `found`.
     unsafe fn stretch<const MOSTLY_NEW: bool>(&mut self, begin: usize, end: usize) {
         let (ids, bits, base, hash) = (self.ids, self.bits, self.base, self.hash);
         let mask = (1 << bits) - 1;
@@ -157,8 +159,9 @@ impl DedupPass<'_> {
             prefetch(self.table, position(hash, ids[(done + AHEAD).min(ids.len() - 1)], bits));
             let id = ids[done];
             let mut at = position(hash, id, bits);
-            // SAFETY: `at` has `bits` bits, and the table has 2^bits positions. `found` is at most `done`, so `unique[found]` is
-            // within its room. It and all entries below it were written before they are read, and no other is read.
+            // SAFETY: `at` has `bits` bits, and the table has 2^bits positions. `found` is at most `done`, so
+            // `unique[found]` is within its capacity. It and all entries below it were written before they are read,
+            // and no other is read.
             unsafe {
                 self.unique.add(found as usize).write(id);
                 let index = loop {
@@ -169,7 +172,7 @@ impl DedupPass<'_> {
                         found += 1;
                         break found - 1;
                     }
-                    // For an empty position this takes the index of the id that was just written, which compares equal.
+                    // For an empty position this is the index of the id that was just written, which compares equal.
                     let index = select_unpredictable(empty, found, held.wrapping_sub(base));
                     if self.unique.add(index as usize).read() == id {
                         *self.table.get_unchecked_mut(at) = base + index;
@@ -251,7 +254,7 @@ mod tests {
         assert_eq!(deduped, model(&ids));
     }
 
-    /// Ids whose home is position 0 under `hash` in a table of any size. They are made of small multiples of the multiplier's
+    /// Returns ids whose home is position 0 under `hash` in a table of any size: small multiples of the multiplier's
     /// inverse.
     fn chosen_against(hash: IdHash, count: u64) -> Vec<Id> {
         let inverse = (0..6).fold(1_u64, |x, _| x.wrapping_mul(2_u64.wrapping_sub(hash.multiplier().wrapping_mul(x))));
@@ -292,7 +295,7 @@ mod tests {
         let mut deduped = DedupedIds::default();
         for stride in fibonacci.chain(powers).chain([3, 7, 60, 3600, 86_400, 4093, 65_537]) {
             let ids: Vec<Id> = (0..20_000_u64).map(|n| n.wrapping_mul(stride) as Id).collect();
-            // A multiplier may be in step with a stride by chance, but not three random ones one after the other.
+            // A multiplier may match a stride by chance, but not three consecutive random ones.
             let mut deduper = IdDeduper::default();
             let ended = (1..HASHES).any(|_| {
                 deduper.hash = IdHash::random();

@@ -1,21 +1,21 @@
 //! The hash of ids for tables in memory.
 //!
-//! Nobody may be able to choose ids that collide, because each look-up would then walk past all the others. So the multiplier of
-//! the hash is random for each table, and comes from the operating system. Nothing that is written to disk, and no order of
-//! results, may depend on this hash. What lies on disk uses [`crate::types::hash_id`].
+//! Colliding ids must not be predictable, because each lookup would then walk past all the others. So the multiplier of
+//! the hash is random for each table, and comes from the operating system. Nothing that is written to disk, and no
+//! order of results, may depend on this hash. Data on disk uses [`crate::types::hash_id`].
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 use crate::types::Id;
 
-/// A hash by two multiplications. The second is Fibonacci hashing (Knuth, The Art of Computer Programming, volume 3, section 6.4).
-/// Between them the upper half of the first product is folded into its lower half. So no stride of ids is in step with the random
-/// multiplier, as can happen by chance with one multiplication alone ([`IdHash::once`]).
+/// A hash by two multiplications. The second is Fibonacci hashing (Knuth, The Art of Computer Programming, volume 3,
+/// section 6.4). Between them the upper half of the first product is folded into its lower half. So no stride of ids
+/// correlates with the random multiplier, as can happen by chance with only one multiplication ([`IdHash::once`]).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IdHash(u64);
 
 impl IdHash {
-    /// A hash with a random multiplier that nobody can foresee.
+    /// A hash with an unpredictable random multiplier.
     pub(crate) fn random() -> Self {
         Self::new(RandomState::new().hash_one(0_u64))
     }
@@ -25,7 +25,7 @@ impl IdHash {
         Self(seed | 1)
     }
 
-    /// A number that makes the same hash again.
+    /// The seed that recreates this hash.
     pub(crate) fn seed(self) -> u64 {
         self.0
     }
@@ -35,8 +35,8 @@ impl IdHash {
         self.0
     }
 
-    /// A hash by one multiplication, which is quicker and weaker. Its upper bits are the well mixed ones. It serves tables that can
-    /// change to another hash where ids collide.
+    /// A hash by one multiplication, which is faster and weaker. Its upper bits are the well mixed ones. It is for
+    /// tables that can change to another hash if ids collide.
     #[inline(always)] // it is called in loops that are compiled for several instruction sets
     #[allow(clippy::inline_always)]
     pub(crate) fn once(self, id: Id) -> u64 {

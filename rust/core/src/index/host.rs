@@ -1,4 +1,4 @@
-//! The index of a tier in RAM. It maps ids to slots.
+//! The index of a tier in RAM: maps ids to slots.
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
@@ -12,7 +12,7 @@ use crate::mapping::AnonymousMapping;
 use crate::prefetch::prefetch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Entries of a line.
+/// Number of entries of a line.
 const WIDTH: usize = 5;
 
 /// A cache line of entries. The entries in use come first.
@@ -20,37 +20,37 @@ const WIDTH: usize = 5;
 #[repr(C, align(64))]
 pub(crate) struct IndexLine {
     ids: [Id; WIDTH],
-    /// For each entry its *tag*: the slot plus one, or 0 for a free entry (whose id may be anything, so that a line of zeros is
-    /// empty). The last number belongs to no entry: it counts the ids that lie past this line although their home is this line or one before
-    /// it. Where it is 0, nobody has to look further for an id.
+    /// For each entry its *tag*: the slot plus one, or 0 for a free entry (whose id may be anything, so that a line of
+    /// zeros is empty). The last number belongs to no entry: it counts the ids stored past this line whose home is this
+    /// line or one before it. If it is 0, a search for an id ends here.
     tags: [u32; WIDTH + 1],
 }
 
 impl IndexLine {
-    /// The tag of an id, or 0 if it is not in this line. This looks at all entries without branches, because nobody can foresee
-    /// which one matches.
+    /// The tag of an id, or 0 if it is not in this line. Checks all entries without branches, because the match is
+    /// unpredictable.
     #[inline]
     fn tag(&self, id: Id) -> u32 {
-        // The first entry that matches counts. Entries in use come before free ones with an id left over.
+        // The first matching entry counts. Entries in use come before free ones with a stale id.
         let entry =
             (0..WIDTH).rev().fold(WIDTH, |found, entry| select_unpredictable(self.ids[entry] == id, entry, found));
-        // SAFETY: the fold begins with WIDTH and goes on with entries.
+        // SAFETY: the fold starts with WIDTH and continues with entries.
         unsafe { self.tag_of_entry(entry) }
     }
 
-    /// The tag of an entry, or 0 for `WIDTH`, which is the place of no entry. Without a branch, as [`Line::tag`].
+    /// The tag of an entry, or 0 for `WIDTH`, which represents no entry. Branchless, as [`IndexLine::tag`].
     ///
     /// # Safety
     /// `entry` is at most `WIDTH`.
     #[inline]
     unsafe fn tag_of_entry(&self, entry: usize) -> u32 {
         debug_assert!(entry <= WIDTH);
-        // SAFETY: `tags` has WIDTH + 1 elements, and the caller says that `entry` is at most WIDTH.
+        // SAFETY: `tags` has WIDTH + 1 elements, and the caller guarantees that `entry` is at most WIDTH.
         let tag = unsafe { *self.tags.get_unchecked(entry) };
         select_unpredictable(entry == WIDTH, 0, tag)
     }
 
-    /// Does what [`Line::tag`] does, for all entries at once.
+    /// Like [`IndexLine::tag`], for all entries in parallel.
     #[cfg(target_arch = "x86_64")]
     #[inline]
     #[target_feature(enable = "avx512f")]
@@ -58,13 +58,14 @@ impl IndexLine {
         // SAFETY: a line has 64 bytes and is aligned to 64.
         let line = unsafe { _mm512_load_si512((&raw const *self).cast()) };
         let equal = _mm512_cmpeq_epi64_mask(line, _mm512_set1_epi64(id));
-        // What follows the ids in the line may equal the id by chance. Bit WIDTH is set, so those bits are never the lowest.
+        // The data after the ids in the line may equal the id by chance. Bit WIDTH is set, so those bits are never the
+        // lowest.
         let entry = (u32::from(equal) | 1 << WIDTH).trailing_zeros() as usize;
         // SAFETY: bit WIDTH is set, so `entry` is at most WIDTH.
         unsafe { self.tag_of_entry(entry) }
     }
 
-    /// The entry of an id, found as in [`Line::tag`].
+    /// The entry of an id, found as in [`IndexLine::tag`].
     #[inline]
     fn entry(&self, id: Id) -> Option<usize> {
         let entry =
@@ -72,13 +73,13 @@ impl IndexLine {
         (entry < WIDTH && self.tags[entry] != 0).then_some(entry)
     }
 
-    /// How many ids lie past this line although their home is this line or one before it.
+    /// Number of ids stored past this line whose home is this line or one before it.
     #[inline]
     pub(crate) fn passed(&self) -> u32 {
         self.tags[WIDTH]
     }
 
-    /// The ids of the entries that a search finds, which in a damaged line may come after free ones.
+    /// The ids of the entries that a search finds, which in a corrupted line may come after free ones.
     pub(crate) fn ids_in_use(&self) -> impl Iterator<Item = Id> {
         self.ids.iter().zip(&self.tags).filter(|(_, tag)| **tag != 0).map(|(id, _)| *id)
     }
@@ -94,7 +95,7 @@ impl IndexLine {
         self.tags[WIDTH - 1] != 0
     }
 
-    /// Add an entry to a line that is not full.
+    /// Adds an entry to a line that is not full.
     #[inline]
     fn push(&mut self, id: Id, tag: u32) {
         let gap = self.len();
@@ -102,7 +103,7 @@ impl IndexLine {
         self.tags[gap] = tag;
     }
 
-    /// Remove an entry. The last one in use moves to its position.
+    /// Removes an entry. The last one in use moves to its position.
     fn take(&mut self, entry: usize) -> (Id, u32) {
         let taken = (self.ids[entry], self.tags[entry]);
         let last = self.len() - 1;
@@ -113,53 +114,56 @@ impl IndexLine {
     }
 }
 
-/// A hash table from ids to slots with full keys. It consists of lines of five entries and is at most three quarters full. An id is
-/// in its home line or, if that is full, in the next line that is not. Each line counts the ids that have passed it so. On removal ids move
-/// back towards their homes. So only full lines are passed, most look-ups touch one cache line, and most removals too.
+/// A hash table from ids to slots with full keys. It consists of lines of five entries and is at most three quarters
+/// full. An id is in its home line or, if that is full, in the next line that is not. Each line counts the ids that
+/// have passed it this way. On removal ids move back towards their homes. So only full lines are passed, most lookups
+/// touch one cache line, and most removals too.
 ///
-/// It starts small and grows fourfold each time, up to the size for the capacity it was made for. Past that it grows by a quarter at a time. The
-/// home line is `hash * lines / 2^64` (Lemire, "Fast random integer generation in an interval", 2019), so any number of lines will
-/// do.
+/// It starts small and grows fourfold each time, up to the size for its capacity. Beyond that it grows by a quarter at
+/// a time. The home line is `hash * lines / 2^64` (Lemire, "Fast random integer generation in an interval", 2019), so
+/// any number of lines is possible.
 ///
-/// Unlike [`super::IdDeduper`] it does not watch for collisions. Its multiplier is random with 63 bits and shows in no result, so
-/// nobody can choose ids that collide. The fold between the two multiplications keeps every stride of ids out of step with it.
+/// Unlike [`super::IdDeduper`] it does not watch for collisions. Its multiplier has 63 random bits and is not visible
+/// in any result, so colliding ids cannot be chosen. The fold between the two multiplications decorrelates every stride
+/// of ids from it.
 #[derive(Debug)]
 pub struct SlotIndex {
     mapping: Option<AnonymousMapping>,
     lines: usize,
-    /// The number of ids with which the index is three quarters full, and grows.
+    /// Number of ids at which the index is three quarters full and grows.
     limit: usize,
     len: usize,
     capacity: usize,
-    /// How much larger it gets each time, on the way to the size for its capacity.
+    /// Growth factor on the way to the size for its capacity.
     growth: usize,
-    /// Random for each index, so that nobody can choose ids that collide.
+    /// Random for each index, so that colliding ids cannot be chosen.
     hash: IdHash,
 }
 
-/// [`SlotIndex::remove_batch`] prefetches the line of an id this many ids before its turn.
+/// Distance, in ids, at which [`SlotIndex::remove_batch`] prefetches the line of an id.
 const REMOVED_AHEAD: usize = 64;
-/// The lines that follow one which ids have passed, and which [`SlotIndex::remove_batch`] prefetches.
+/// Number of lines after a passed one that [`SlotIndex::remove_batch`] prefetches.
 const FOLLOWING: usize = 2;
-/// It does so this many ids before their turn.
+/// Distance, in ids, at which it prefetches them.
 const FOLLOWING_AHEAD: usize = 16;
 const LEAST_LINES: usize = 16;
-/// The growth of an index that has a capacity. All ids are put into new lines each time: in all a third of a move for each id, and one where it
-/// doubles.
+/// Growth factor of an index with a capacity. All ids are put into new lines each time: in total a third of a move per
+/// id, versus one move with a factor of two.
 const GROWTH: usize = 4;
 
 impl SlotIndex {
-    /// An empty index. It will take `capacity` ids in at most `capacity` × [`SlotIndex::bytes_per_entry`] bytes and a page.
+    /// Creates an empty index. It will fit `capacity` ids in at most `capacity` × [`SlotIndex::bytes_per_entry`] bytes
+    /// and a page.
     pub fn new(capacity: usize) -> Self {
         Self { mapping: None, lines: 0, limit: 0, len: 0, capacity, growth: GROWTH, hash: IdHash::random() }
     }
 
-    /// An empty index for any number of ids, which doubles: it takes at most twice the memory that it needs.
+    /// Creates an empty index for any number of ids, which doubles: it uses at most twice the memory that it needs.
     pub fn unbounded() -> Self {
         Self { growth: 2, ..Self::new(1 << 32) }
     }
 
-    /// The same ids and slots in memory of its own. `Kind::Memory` where the system refuses.
+    /// Returns a copy in its own memory. `Kind::Memory` if the allocation fails.
     pub fn copied(&self) -> Result<Self> {
         let mut copy = Self { hash: self.hash, growth: self.growth, ..Self::new(self.capacity) };
         if self.len > 0 {
@@ -170,27 +174,27 @@ impl SlotIndex {
         Ok(copy)
     }
 
-    /// The number of ids in the index.
+    /// Returns the number of ids in the index.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the index has no ids.
+    /// Returns true if the index has no ids.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes of RAM that the index takes now.
+    /// Returns the bytes of RAM that the index uses.
     pub fn bytes(&self) -> usize {
         self.lines * size_of::<IndexLine>()
     }
 
-    /// Bytes of RAM for each id when the index is as full as it gets.
+    /// Bytes of RAM per id when the index is at its fullest.
     pub fn bytes_per_entry() -> usize {
         (size_of::<IndexLine>() * 4).div_ceil(WIDTH * 3)
     }
 
-    /// The slot of an id, or `NO_SLOT`.
+    /// Returns the slot of an id, or `NO_SLOT`.
     #[inline]
     pub fn get(&self, id: Id) -> CacheSlot {
         if self.len == 0 {
@@ -200,17 +204,17 @@ impl SlotIndex {
         slot_from(lines, home(hash, lines.len(), id), id)
     }
 
-    /// Start to load the line of an id into the processor's cache.
+    /// Prefetches the line of an id into the CPU cache.
     #[inline]
     pub fn prefetch(&self, id: Id) {
         let (lines, hash) = (self.lines(), self.hash);
         prefetch(lines, home(hash, lines.len(), id));
     }
 
-    /// Write the slot of `ids[i]` to `slots[i]`, or `NO_SLOT` where the index lacks the id. Lines are prefetched.
+    /// Writes the slot of `ids[i]` to `slots[i]`, or `NO_SLOT` if the index does not have the id. Lines are prefetched.
     ///
     /// # Panics
-    /// Panics when `slots` and `ids` differ in length.
+    /// If `slots` and `ids` differ in length.
     pub fn get_batch(&self, ids: &[Id], slots: &mut [CacheSlot]) {
         assert_eq!(ids.len(), slots.len(), "slots and ids must have the same length");
         if self.len == 0 {
@@ -219,15 +223,15 @@ impl SlotIndex {
         slots_of(self.hash, self.lines(), ids, slots);
     }
 
-    /// The lines, and the hash by which ids have their homes in them.
+    /// The lines, and the hash that determines the home lines of ids.
     pub(crate) fn parts(&self) -> (&[IndexLine], IdHash) {
         (self.lines(), self.hash)
     }
 
-    /// Add an absent id at a slot that is not `NO_SLOT`.
+    /// Adds a missing id at a slot that is not `NO_SLOT`.
     ///
     /// # Panics
-    /// Panics when the index must grow and the system has no memory. After [`SlotIndex::reserve`] it need not grow.
+    /// If the index must grow and the allocation fails. After [`SlotIndex::reserve`] it need not grow.
     pub fn insert(&mut self, id: Id, slot: CacheSlot) {
         debug_assert!(slot != NO_SLOT, "the slot must not be NO_SLOT");
         debug_assert!(self.get(id) == NO_SLOT, "an inserted id must be absent");
@@ -238,10 +242,10 @@ impl SlotIndex {
         self.len += 1;
     }
 
-    /// Add an id at a slot that is not `NO_SLOT`, unless the id is present. The result is whether it was added.
+    /// Adds an id at a slot that is not `NO_SLOT`, unless the id is present. Returns true if it was added.
     ///
     /// # Panics
-    /// Panics as [`SlotIndex::insert`] does.
+    /// As [`SlotIndex::insert`].
     pub fn insert_new(&mut self, id: Id, slot: CacheSlot) -> bool {
         debug_assert!(slot != NO_SLOT, "the slot must not be NO_SLOT");
         if self.len >= self.limit {
@@ -255,30 +259,30 @@ impl SlotIndex {
         true
     }
 
-    /// Grow so that `more` ids can be added without more memory. Where the system refuses this is `Kind::Memory`, and nothing
-    /// changes.
+    /// Grows so that `more` ids can be added without allocation. If the allocation fails this returns `Kind::Memory`,
+    /// and nothing changes.
     pub fn reserve(&mut self, more: usize) -> Result<()> {
         if self.len + more > self.limit { self.grow(self.len + more) } else { Ok(()) }
     }
 
-    /// Give a present id another slot.
+    /// Changes the slot of a present id.
     ///
     /// # Panics
-    /// Panics when the id is absent.
+    /// If the id is missing.
     pub fn replace(&mut self, id: Id, slot: CacheSlot) {
         debug_assert!(slot != NO_SLOT, "the slot must not be NO_SLOT");
         let (line, entry) = self.find(id).expect("the id of a replaced slot must be present");
         self.lines_mut()[line].tags[entry] = slot + 1;
     }
 
-    /// Remove an id. The result is its slot, or `NO_SLOT` if it was absent.
+    /// Removes an id. Returns its slot, or `NO_SLOT` if it was missing.
     pub fn remove(&mut self, id: Id) -> CacheSlot {
         let Some((mut line, entry)) = self.find(id) else { return NO_SLOT };
         let hash = self.hash;
         let lines = self.lines_mut();
         uncount_passed(lines, home(hash, lines.len(), id), line);
         let (_, tag) = lines[line].take(entry);
-        // Of the ids that have passed the line with the gap, the first one moves into the gap and leaves a gap in its turn.
+        // The first id that has passed the line with the gap moves into the gap and leaves another gap.
         while lines[line].passed() > 0 {
             let (next, other) = first_past(hash, lines, line);
             let (id, tag) = lines[next].take(other);
@@ -290,7 +294,7 @@ impl SlotIndex {
         tag - 1
     }
 
-    /// Remove ids. Those that are absent are passed over. Lines are prefetched.
+    /// Removes ids. Missing ones are skipped. Lines are prefetched.
     pub fn remove_batch(&mut self, ids: &[Id]) {
         if self.len == 0 {
             return;
@@ -331,18 +335,18 @@ impl SlotIndex {
 
     fn lines(&self) -> &[IndexLine] {
         let Some(mapping) = &self.mapping else { return &[] };
-        // SAFETY: the mapping is page-aligned and holds `lines` lines. It was zeroed by the system (so its lines are empty) and is
-        // written through `lines_mut` only.
+        // SAFETY: the mapping is page-aligned and contains `lines` lines. It was zeroed by the operating system (so its
+        // lines are empty) and is written only through `lines_mut`.
         unsafe { std::slice::from_raw_parts(mapping.start().cast(), self.lines) }
     }
 
     fn lines_mut(&mut self) -> &mut [IndexLine] {
         let Some(mapping) = &self.mapping else { return &mut [] };
-        // SAFETY: the mapping is page-aligned and holds `lines` initialised lines, and self is borrowed exclusively.
+        // SAFETY: the mapping is page-aligned and contains `lines` initialised lines, and self is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(mapping.start().cast(), self.lines) }
     }
 
-    /// Grow to the next size with room for `ids`.
+    /// Grows to the next size that fits `ids`.
     fn grow(&mut self, ids: usize) -> Result<()> {
         let full = (self.capacity * 4).div_ceil(WIDTH * 3).max(LEAST_LINES);
         let limit_of = |lines: usize| lines * WIDTH * 3 / 4;
@@ -355,7 +359,7 @@ impl SlotIndex {
         let (capacity, growth, hash) = (self.capacity, self.growth, self.hash);
         let grown = Self { mapping: Some(mapping), lines, limit, len: self.len, capacity, growth, hash };
         let old = std::mem::replace(self, grown);
-        // Homes have the order of hashes, so this walks both the old lines and the new ones from front to back.
+        // Homes are in the order of hashes, so this walks both the old lines and the new ones from front to back.
         for line in old.lines() {
             for entry in 0..line.len() {
                 put(hash, self.lines_mut(), line.ids[entry], line.tags[entry]);
@@ -394,12 +398,12 @@ fn slot_from(lines: &[IndexLine], mut line: usize, id: Id) -> CacheSlot {
     }
 }
 
-/// The first id past `line` that has passed it: its line and its entry. There is one.
+/// The line and the entry of the first id past `line` that has passed it. It must exist.
 fn first_past(hash: IdHash, lines: &[IndexLine], line: usize) -> (usize, usize) {
     let mut next = line;
     loop {
         next = following(next, lines.len());
-        // All entries are looked at without branches, because nobody can foresee which one it is.
+        // Checks all entries without branches, because the match is unpredictable.
         let gap = distance(line, next, lines.len());
         let found = (0..WIDTH).fold(0_u32, |found, entry| {
             let home = home(hash, lines.len(), lines[next].ids[entry]);
@@ -412,7 +416,7 @@ fn first_past(hash: IdHash, lines: &[IndexLine], line: usize) -> (usize, usize) 
     }
 }
 
-/// Count one id less that passes the lines from `from` on, up to the one before `to`.
+/// Decrements the passed count of the lines from `from` up to the one before `to`.
 fn uncount_passed(lines: &mut [IndexLine], from: usize, to: usize) {
     let mut line = from;
     while line != to {
@@ -421,7 +425,7 @@ fn uncount_passed(lines: &mut [IndexLine], from: usize, to: usize) {
     }
 }
 
-/// Add an absent id.
+/// Adds a missing id.
 fn put(hash: IdHash, lines: &mut [IndexLine], id: Id, tag: u32) {
     let mut line = home(hash, lines.len(), id);
     while lines[line].is_full() {

@@ -1,4 +1,4 @@
-//! Finding ids: the dedupe of a batch, and the index of the rows in a tier.
+//! Lookup of ids: the dedupe of a batch, and the index of the rows in a tier.
 
 mod dedupe;
 mod hash;

@@ -11,12 +11,12 @@ use crate::mapping::AnonymousMapping;
 use crate::memory;
 use crate::sync::lock;
 
-/// The alignment of direct I/O in bytes. It holds for offsets, lengths and memory addresses.
+/// The alignment of direct I/O in bytes, for offsets, lengths and memory addresses.
 pub const ALIGNMENT: usize = 4096;
 
-/// Buffers of this many bytes or more are mapped from the system one by one. The allocator's heap would ask for more than the block
-/// to align it; aligned blocks that come and go leave holes that the next one does not fit, and the heap grows to several times
-/// their size.
+/// Buffers of at least this many bytes are mapped individually. The allocator's heap would request more than the block
+/// to align it; aligned blocks of changing sizes would leave holes that the next one does not fit, and the heap would
+/// grow to several times their size.
 const MAPPED_FROM_BYTES: usize = 1 << 20;
 
 /// A byte buffer that starts at a multiple of [`ALIGNMENT`].
@@ -24,18 +24,18 @@ const MAPPED_FROM_BYTES: usize = 1 << 20;
 pub struct AlignedBuf {
     start: NonNull<u8>,
     len: usize,
-    /// The memory, where it comes from the system. `None` where it is the allocator's.
+    /// The memory, if it was mapped. `None` if it belongs to the allocator.
     mapping: Option<AnonymousMapping>,
 }
 
 impl AlignedBuf {
-    /// `len` zero bytes. Where the system refuses the memory, this is tried again without the [`memory`] reserve, and the process
-    /// ends only when that fails too.
+    /// Allocates `len` zero bytes. If the allocation fails, retries it after releasing the [`memory`] reserve, and
+    /// aborts the process only if that fails too.
     pub fn zeroed(len: usize) -> Self {
         memory::or_from_reserve(|| Self::try_zeroed(len)).unwrap_or_else(|_| handle_alloc_error(Self::layout(len)))
     }
 
-    /// `len` zero bytes; `Kind::Memory` where the system refuses.
+    /// Allocates `len` zero bytes; `Kind::Memory` if the allocation fails.
     pub fn try_zeroed(len: usize) -> Result<Self> {
         let refused = || memory::refused_error("make a buffer", len);
         let mapping =
@@ -48,8 +48,8 @@ impl AlignedBuf {
         NonNull::new(start).map(|start| Self { start, len, mapping }).ok_or_else(refused)
     }
 
-    /// `len` zero bytes, in huge pages where the system has them, so that long stretches are physically contiguous for devices.
-    /// `Kind::Memory` where the system refuses.
+    /// Allocates `len` zero bytes, in huge pages if available, so that long ranges are physically contiguous for
+    /// devices. `Kind::Memory` if the allocation fails.
     pub fn try_contiguous(len: usize) -> Result<Self> {
         let refused = || memory::refused_error("make a buffer", len);
         let mapping = AnonymousMapping::huge(len).map_err(|_| refused())?;
@@ -57,7 +57,8 @@ impl AlignedBuf {
         Ok(Self { start, len, mapping: Some(mapping) })
     }
 
-    /// The first byte. This does not borrow the bytes, because the kernel may be writing to some of them.
+    /// Returns a pointer to the first byte. This does not borrow the bytes, because the kernel may be writing to some
+    /// of them.
     pub(super) fn start_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -80,14 +81,16 @@ impl Drop for AlignedBuf {
 impl Deref for AlignedBuf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: `start` points to `len` initialised bytes, which live as long as self, and the borrow of self forbids writes.
+        // SAFETY: `start` points to `len` initialized bytes, which live as long as self, and the borrow of self forbids
+        // writes.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for AlignedBuf {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: `start` points to `len` initialised bytes, which live as long as self, and self is borrowed exclusively.
+        // SAFETY: `start` points to `len` initialized bytes, which live as long as self, and self is borrowed
+        // exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
@@ -97,7 +100,7 @@ unsafe impl Send for AlignedBuf {}
 // SAFETY: a shared buffer is only read.
 unsafe impl Sync for AlignedBuf {}
 
-/// A pool of buffers of one size, which are used again instead of being mapped and zeroed each time.
+/// A pool of buffers of one size, which are reused instead of being mapped and zeroed each time.
 #[derive(Debug)]
 pub struct BufPool {
     buf_len: usize,
@@ -105,7 +108,7 @@ pub struct BufPool {
     free: Mutex<Vec<AlignedBuf>>,
 }
 
-/// A buffer of a [`BufPool`]. It contains what its last user left in it. Dropping it gives it back to the pool.
+/// A buffer of a [`BufPool`]. It contains the bytes of its last user. Dropping it returns it to the pool.
 #[derive(Debug)]
 pub struct PooledBuf {
     /// `None` only while it is dropped.
@@ -114,8 +117,8 @@ pub struct PooledBuf {
 }
 
 impl BufPool {
-    /// A pool of buffers of `buf_len` bytes, which are made when they are needed. At most `kept` of them stay while nobody uses
-    /// them.
+    /// Creates a pool of buffers of `buf_len` bytes, which are allocated on demand. It keeps at most `kept` unused
+    /// buffers.
     pub fn new(buf_len: usize, kept: usize) -> Self {
         Self { buf_len, kept, free: Mutex::default() }
     }
@@ -125,13 +128,14 @@ impl BufPool {
         self.buf_len
     }
 
-    /// A buffer. This never waits. `Kind::Memory` where the system refuses a new one even without the [`memory`] reserve.
+    /// Takes a buffer. This never waits. `Kind::Memory` if the allocation of a new one fails, even after releasing the
+    /// [`memory`] reserve.
     pub fn take(self: &Arc<Self>) -> Result<PooledBuf> {
         memory::or_from_reserve(|| self.take_at_least(self.buf_len))
     }
 
-    /// A buffer of the pool if that holds `len` bytes, else one of `len` bytes that the pool will not keep. `Kind::Memory` where
-    /// the system refuses a new one.
+    /// Takes a buffer of the pool if that has `len` bytes, else a new one of `len` bytes that the pool will not keep.
+    /// `Kind::Memory` if the allocation of a new one fails.
     pub fn take_at_least(self: &Arc<Self>, len: usize) -> Result<PooledBuf> {
         let free = if len <= self.buf_len { lock(&self.free).pop() } else { None };
         let buf = match free {

@@ -1,39 +1,39 @@
-//! A ring buffer that gives memory to the reads in flight.
+//! A ring buffer that allocates memory for reads in flight.
 
 use std::collections::VecDeque;
 
 use super::{ALIGNMENT, AlignedBuf};
 use crate::error::Result;
 
-/// A piece of the buffer that is in use, or that was given back before an older one.
+/// A piece of the buffer that is in use, or that was released before an older one.
 #[derive(Debug)]
 struct ArenaPiece {
     start: usize,
     taken: bool,
 }
 
-/// A buffer whose pieces are taken one behind the other, from its start again after its end. Disks complete reads about in the
-/// order of their submission, so this is about the order in which pieces come back. Room is free again once the oldest piece was
-/// given back.
+/// A ring buffer whose pieces are allocated consecutively. Disks complete reads approximately in the order of their
+/// submission, so pieces are released in about this order. Space becomes free when the oldest piece is released.
 ///
-/// The buffer lies in huge pages, because a read into physically contiguous memory is a single transfer for the device. A read was
-/// measured to cost 0.9 µs per KiB that way, and 1.4 µs per KiB when scattered over pages of 4 KiB.
+/// The buffer uses huge pages, because a read into physically contiguous memory is a single transfer for the device.
+/// Such a read was measured to cost 0.9 µs per KiB, and 1.4 µs per KiB when scattered over pages of 4 KiB.
 #[derive(Debug)]
 pub(super) struct ReadArena {
     memory: AlignedBuf,
-    /// Byte at which the next piece starts, if there is room.
+    /// Byte at which the next piece starts, if there is space.
     head: usize,
-    /// Pieces in the order of taking, oldest first.
+    /// Pieces in the order of allocation, oldest first.
     pieces: VecDeque<ArenaPiece>,
 }
 
 impl ReadArena {
-    /// An arena of `bytes`, a multiple of the alignment. `Kind::Memory` where the system refuses.
+    /// Creates an arena of `bytes`, a multiple of the alignment. `Kind::Memory` if the allocation fails.
     pub(super) fn new(bytes: usize) -> Result<Self> {
         Ok(Self { memory: AlignedBuf::try_contiguous(bytes)?, head: 0, pieces: VecDeque::new() })
     }
 
-    /// Take a piece of at least `bytes`, and return the aligned byte at which it starts. `None` while there is no room.
+    /// Allocates a piece of at least `bytes`, and returns the aligned byte at which it starts. `None` while there is no
+    /// space.
     pub(super) fn take(&mut self, bytes: usize) -> Option<usize> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let whole = self.memory.len();
@@ -50,7 +50,7 @@ impl ReadArena {
         Some(start)
     }
 
-    /// Give back the piece that starts at byte `start`.
+    /// Releases the piece that starts at byte `start`.
     pub(super) fn give_back(&mut self, start: usize) {
         if let Some(piece) = self.pieces.iter_mut().find(|piece| piece.start == start) {
             piece.taken = false;
@@ -60,17 +60,18 @@ impl ReadArena {
         }
     }
 
-    /// Give back all pieces.
+    /// Releases all pieces.
     pub(super) fn clear(&mut self) {
         self.pieces.clear();
     }
 
-    /// A pointer to byte `start`. This does not borrow the bytes, because the kernel may be writing to some of them.
+    /// Returns a pointer to byte `start`. This does not borrow the bytes, because the kernel may be writing to some of
+    /// them.
     pub(super) fn ptr_at(&self, start: usize) -> *mut u8 {
         self.memory.start_ptr().wrapping_add(start)
     }
 
-    /// Leave the memory mapped for ever, because the kernel may go on writing to it.
+    /// Leaks the memory, because the kernel may still write to it.
     pub(super) fn leak(&mut self) {
         std::mem::forget(std::mem::replace(&mut self.memory, AlignedBuf::zeroed(0)));
         self.clear();

@@ -1,5 +1,5 @@
-//! File I/O confined to one directory that was checked. Nobody who replaces a component of a path at or below it by a symbolic link
-//! changes what is read or written.
+//! File I/O confined to one directory that was checked. Replacing a component of a path at or below it by a symbolic
+//! link does not redirect reads or writes.
 
 use std::any::Any;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -15,31 +15,31 @@ use super::{
 };
 use crate::error::{Error, Kind, Result};
 
-/// Judges an entry below the directory before it is opened: its path, what it is, and what its parent is.
+/// Checks an entry below the directory before it is opened: its path, its status, and the status of its parent.
 pub type EntryCheck = fn(&Path, &Stat, &Stat) -> Result<()>;
 
-/// An engine that holds one directory open. For an operation on a path below, it walks there from the directory's descriptor, one
-/// component at a time without following links. The inner engine then does the operation through `/proc/self/fd`. Other paths go to
-/// the inner engine unchanged.
+/// An engine that holds one directory open. For an operation on a path below, it walks there from the directory's
+/// descriptor, one component at a time without following links. The inner engine then executes the operation through
+/// `/proc/self/fd`. Other paths are passed to the inner engine unchanged.
 #[derive(Debug)]
 pub struct ConfinedEngine {
     inner: Arc<dyn IoEngine>,
     root: PathBuf,
     directory: OwnedFd,
-    /// `None` where everybody who can write in the directory is trusted: then no owner and no mode is judged.
+    /// `None` if all users who can write in the directory are trusted: then owners and modes are not checked.
     check: Option<EntryCheck>,
 }
 
-/// A directory at or below the root, open for the length of one operation, with the path that names its descriptor.
+/// A directory at or below the root, open during one operation, with the path that names its descriptor.
 struct ConfinedDir<'a> {
-    /// `None` of the root itself, and outside of it.
+    /// `None` for the root itself, and outside of it.
     directory: Option<OwnedFd>,
     alias: PathBuf,
     real: &'a Path,
 }
 
 impl ConfinedDir<'_> {
-    /// Replace the descriptor's path in an error by the path that the user knows.
+    /// Replaces the descriptor's path in an error by the user's path.
     fn rename_error(&self, error: Error) -> Error {
         error.renamed(&self.alias, self.real)
     }
@@ -54,9 +54,9 @@ fn fd_path(directory: &OwnedFd) -> PathBuf {
 }
 
 impl ConfinedEngine {
-    /// An engine for what lies in `root`, which is open as `directory`, as [`crate::paths::open_to_save`] returns it. `check`
-    /// judges the directories on the way to what is done, and files that are opened; `None` trusts them. Where `/proc` is not mounted the
-    /// result is `inner` itself.
+    /// Creates an engine for the contents of `root`, which is open as `directory`, as [`crate::paths::open_to_save`]
+    /// returns it. `check` checks the directories on the way, and files that are opened; `None` trusts them. Returns
+    /// `inner` itself if `/proc` is not mounted.
     pub fn engine(
         inner: Arc<dyn IoEngine>,
         root: &Path,
@@ -74,7 +74,7 @@ impl ConfinedEngine {
         }
     }
 
-    /// Open the directory `path`, which is the root or lies below it.
+    /// Opens the directory `path`, which is the root or below it.
     fn directory<'a>(&self, path: &'a Path) -> Result<ConfinedDir<'a>> {
         let Ok(below) = path.strip_prefix(&self.root) else {
             return Ok(ConfinedDir { directory: None, alias: path.to_owned(), real: path });
@@ -94,7 +94,7 @@ impl ConfinedEngine {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
             let next = rustix::fs::openat(from, name, flags, Mode::empty()).map_err(|errno| {
                 match errno {
-                    // Kernels differ in the error for a symbolic link or a file in a directory's place.
+                    // Kernels return different errors for a symbolic link or a file in a directory's place.
                     Errno::NOTDIR | Errno::LOOP | Errno::MLINK => Error::new(
                         Kind::Path,
                         format!(
@@ -115,7 +115,7 @@ impl ConfinedEngine {
         Ok(ConfinedDir { directory: held, alias, real: path })
     }
 
-    /// Do something to `path` by a name that nobody can redirect.
+    /// Calls `work` with an alias of `path` that cannot be redirected.
     fn with_entry<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
         let parent = path.parent().unwrap_or(path);
         let held = self.directory(parent)?;
@@ -123,7 +123,7 @@ impl ConfinedEngine {
         work(&held.alias.join(name)).map_err(|error| held.rename_error(error))
     }
 
-    /// Judge the file `path`, if it is there, before it is opened.
+    /// Checks the file `path`, if it exists, before it is opened.
     fn check_file(&self, path: &Path) -> Result<()> {
         let Some((check, name)) = self.check.zip(path.file_name()).filter(|_| path.starts_with(&self.root)) else {
             return Ok(());
@@ -134,19 +134,19 @@ impl ConfinedEngine {
             Ok(file) if rustix::fs::FileType::from_raw_mode(file.st_mode).is_file() => {
                 check(path, &file, &stat(parent, path)?)
             }
-            // To open it gives the error.
+            // Opening it returns the error.
             _ => Ok(()),
         }
     }
 
-    /// Do something to the directory `path` by a name that nobody can redirect.
+    /// Calls `work` with an alias of the directory `path` that cannot be redirected.
     fn with_dir<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
         let held = self.directory(path)?;
         work(&held.alias).map_err(|error| held.rename_error(error))
     }
 }
 
-/// An open file that reports the path that the user knows.
+/// An open file that reports the user's path.
 #[derive(Debug)]
 struct ConfinedFile {
     inner: Arc<dyn IoFile>,
@@ -191,7 +191,7 @@ impl IoFile for ConfinedFile {
         Ok(self.inner.map(access).map_err(|error| self.rename_error(error))?.renamed(&self.path))
     }
     fn as_any(&self) -> &dyn Any {
-        // The inner engine recognises its own files by this.
+        // The inner engine recognizes its own files by this.
         self.inner.as_any()
     }
 }
@@ -209,7 +209,7 @@ impl IoEngine for ConfinedEngine {
 
     fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         self.inner.read_batch(reads, &mut |position, result, took| {
-            // The error names the file by its descriptor's path. The file itself knows the user's.
+            // The error names the file by its descriptor's path. The file itself has the user's path.
             sink(
                 position,
                 result.map_err(|error| match error.path().map(Path::to_owned) {
@@ -228,7 +228,7 @@ impl IoEngine for ConfinedEngine {
             here.push(component);
             self.with_entry(&here, |alias| self.inner.create_dir_all(alias))?;
         }
-        // What was already there may be a symbolic link, which this refuses.
+        // An existing entry may be a symbolic link, which this rejects.
         self.directory(path).map(drop)
     }
 
@@ -239,7 +239,7 @@ impl IoEngine for ConfinedEngine {
 
     fn exists(&self, path: &Path) -> Result<bool> {
         match self.with_entry(path, |alias| self.inner.exists(alias)) {
-            // A directory above the path is missing.
+            // A parent directory of the path is missing.
             Err(error) if error.errno() == Some(libc::ENOENT) => Ok(false),
             found => found,
         }

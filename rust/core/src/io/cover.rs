@@ -1,4 +1,4 @@
-//! The whole sectors that a read of any alignment needs, and how many of their bytes have been read.
+//! The whole sectors that a read of any alignment needs, and the progress of reading them.
 
 /// A read that is widened to whole sectors of its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -7,28 +7,28 @@ pub(super) struct SectorRead {
     pub(super) start: u64,
     /// Bytes of all the sectors.
     pub(super) span: usize,
-    /// Bytes of the first sector before the first wanted byte.
+    /// Bytes of the first sector before the first requested byte.
     pub(super) skip: usize,
-    /// Bytes that are wanted.
+    /// Requested bytes.
     pub(super) len: usize,
-    /// Bytes read so far, in whole sectors.
+    /// Bytes that were read, in whole sectors.
     pub(super) bytes_read: usize,
     align: usize,
 }
 
-/// What to do after the system has read a part.
+/// The next step after a partial read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SectorReadStep {
-    /// Every wanted byte was read.
+    /// Every requested byte was read.
     Done,
-    /// Read on at byte `start + got`.
+    /// Continues at byte `start + bytes_read`.
     More,
-    /// The file ends before the last wanted byte.
+    /// The file ends before the last requested byte.
     Short,
 }
 
 impl SectorRead {
-    /// The sectors of `align` bytes around `len` bytes at byte `offset`. Buffered I/O has an `align` of 1.
+    /// Returns the sectors of `align` bytes around `len` bytes at byte `offset`. Buffered I/O has an `align` of 1.
     pub(super) fn new(offset: u64, len: usize, align: usize) -> Self {
         let skip = (offset % align as u64) as usize;
         Self {
@@ -41,14 +41,14 @@ impl SectorRead {
         }
     }
 
-    /// Record that a read at byte `start + got` returned `count` bytes.
+    /// Records that a read at byte `start + bytes_read` returned `count` bytes.
     pub(super) fn advance(&mut self, count: usize) -> SectorReadStep {
         let before = self.bytes_read;
         let reached = before + count;
         if reached >= self.skip + self.len {
             return SectorReadStep::Done;
         }
-        // A direct read must start at a sector. A sector of which only a part was read is read again.
+        // A direct read must start at a sector. A partially read sector is read again.
         self.bytes_read = reached - reached % self.align;
         if self.bytes_read > before { SectorReadStep::More } else { SectorReadStep::Short }
     }

@@ -1,5 +1,5 @@
-//! Keeps some of the process's open files free. Every segment keeps a file open. If segments took the last descriptors, nothing
-//! could be saved elsewhere, because that needs files too.
+//! Reserves some of the process's file descriptors. Every segment keeps a file open. If segments took the last
+//! descriptors, nothing could be saved elsewhere, because that needs files too.
 #![allow(unsafe_code)]
 
 use std::path::Path;
@@ -8,13 +8,15 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, Result};
 
-/// Descriptors that segments leave free for everything else. A save of any number of tables needs some twenty at a time.
+/// Descriptors that segments leave free for everything else. A save of any number of tables needs about twenty at a
+/// time.
 const RESERVED_DESCRIPTORS: u64 = 64;
 
-/// `Kind::Storage` (`EMFILE`) when one more file in `dir` that stays open would take one of the last descriptors of this process.
+/// Returns `Kind::Storage` (`EMFILE`) if another file in `dir` that stays open would take a reserved descriptor of this
+/// process.
 pub(crate) fn check_reserve(dir: &Path) -> Result<()> {
     let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
-    // The system gives out the lowest free number. While the middle number is free, about half of all are.
+    // The kernel allocates the lowest free number. While the middle number is free, about half of all are.
     if limit > 4 * RESERVED_DESCRIPTORS && !is_open(limit / 2) {
         return Ok(());
     }
@@ -22,7 +24,7 @@ pub(crate) fn check_reserve(dir: &Path) -> Result<()> {
     let open = match std::fs::read_dir("/proc/self/fd") {
         Ok(entries) => entries.count() as u64,
         Err(error) if error.raw_os_error() == Some(libc::EMFILE) => limit,
-        // Without /proc the number of open files is unknown. The limit then shows where a file is opened.
+        // Without /proc the number of open files is unknown. Opening a file then fails at the limit.
         Err(_) => return Ok(()),
     };
     if open + reserve <= limit {
@@ -34,6 +36,6 @@ pub(crate) fn check_reserve(dir: &Path) -> Result<()> {
 }
 
 fn is_open(number: u64) -> bool {
-    // SAFETY: F_GETFD changes nothing, and fails with EBADF for a number that is no open descriptor.
+    // SAFETY: F_GETFD changes nothing, and fails with EBADF for a number that is not an open descriptor.
     libc::c_int::try_from(number).is_ok_and(|number| unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0)
 }

@@ -1,5 +1,5 @@
-//! An engine that injects faults into another one: errors, torn writes, flipped bits, a stop of everything, and operations that
-//! hang.
+//! An engine that injects faults into another one: errors, partial writes, flipped bits, a stop of everything, and
+//! operations that hang.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -10,37 +10,37 @@ use super::{DirLock, DirLockPurpose, IoEngine, IoFile, IoOpenMode, IoReadRequest
 use crate::error::{Error, Result};
 use crate::sync::lock;
 
-/// The kinds of operation of an engine. All but `Read`, `Look`, `Open` and `List` are *changes*: they are counted and logged, and a
-/// stop can hit any of them.
+/// The kinds of operation of an engine. All but `Read`, `Exists`, `Open` and `List` are *changes*: they are counted and
+/// logged, and a stop can hit any of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IoOperation {
-    /// Make a file.
+    /// Creates a file.
     Create,
-    /// Write to a file.
+    /// Writes to a file.
     Write,
-    /// Cut or extend a file.
+    /// Truncates or extends a file.
     SetLen,
-    /// Sync a file.
+    /// Syncs a file.
     Sync,
-    /// Rename a file or directory.
+    /// Renames a file or directory.
     Rename,
-    /// Give a file a second name.
+    /// Links a file to a second name.
     Link,
-    /// Remove a file.
+    /// Removes a file.
     RemoveFile,
-    /// Remove a directory and everything in it.
+    /// Removes a directory and everything in it.
     RemoveDir,
-    /// Make directories.
+    /// Creates directories.
     CreateDir,
-    /// Sync a directory.
+    /// Syncs a directory.
     SyncDir,
-    /// One read, in a batch or alone.
+    /// One read, in a batch or separate.
     Read,
-    /// Ask whether a path exists.
+    /// Checks if a path exists.
     Exists,
-    /// Open an existing file.
+    /// Opens an existing file.
     Open,
-    /// Ask for the entries of a directory.
+    /// Lists the entries of a directory.
     List,
 }
 
@@ -50,15 +50,16 @@ impl IoOperation {
     }
 }
 
-/// What happens in place of an operation.
+/// The effect that replaces an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoFault {
     /// The operation does nothing and fails with this `errno`.
     Fail(i32),
-    /// A write does its first half, rounded down to the alignment, and fails with this `errno`. A read fails as if the file were
-    /// too short. Any other operation does nothing and fails with `errno`.
+    /// A write writes its first half, rounded down to the alignment, and fails with this `errno`. A read fails as if
+    /// the file were too short. Any other operation does nothing and fails with `errno`.
     Tear(i32),
-    /// A read returns, or a write writes, bytes with one bit flipped, and succeeds. Any other operation is done as asked.
+    /// A read returns, or a write writes, bytes with one bit flipped, and succeeds. Any other operation is executed
+    /// unchanged.
     Flip,
     /// The operation does nothing, and it and everything later fails, as if the machine had lost power.
     Stop,
@@ -68,10 +69,10 @@ pub enum IoFault {
 struct FaultRule {
     /// The operation that the rule applies to; `None` for every change.
     operation: Option<IoOperation>,
-    /// The number of operations that still pass.
+    /// Number of operations that still pass.
     skip: u64,
     fault: IoFault,
-    /// Whether the rule stays until [`FaultEngine::clear`].
+    /// If true, the rule stays until [`FaultEngine::clear`].
     repeats: bool,
 }
 
@@ -87,9 +88,9 @@ struct FaultState {
     log: Vec<(IoOperation, PathBuf)>,
     stopped: bool,
     held: Option<IoOperation>,
-    /// The kind of operation that is to panic, and how many of that kind still pass before.
+    /// The kind of operation that is to panic, and the number of those that still pass before.
     panic: Option<(IoOperation, u64)>,
-    /// The number of operations that hang.
+    /// Number of operations that hang.
     waiting: usize,
 }
 
@@ -100,7 +101,7 @@ struct FaultInjector {
 }
 
 impl FaultInjector {
-    /// The fault that hits this operation now, if any. This waits while operations of the kind are held.
+    /// Returns the fault that hits this operation, if any. This waits while operations of the kind are held.
     fn hit(&self, operation: IoOperation, path: &Path) -> Option<IoFault> {
         let mut state = lock(&self.state);
         while state.held == Some(operation) && !state.stopped {
@@ -143,7 +144,7 @@ impl FaultInjector {
         hit
     }
 
-    /// The error of an operation that cannot be torn or flipped, where a fault hits it.
+    /// Returns the error of an operation that cannot be partial or flipped, if a fault hits it.
     fn check(&self, operation: IoOperation, action: &str, path: &Path) -> Result<()> {
         match self.hit(operation, path) {
             None | Some(IoFault::Flip) => Ok(()),
@@ -186,47 +187,47 @@ impl fmt::Debug for FaultEngine {
 }
 
 impl FaultEngine {
-    /// An engine without faults as yet.
+    /// Creates an engine without faults.
     pub fn new(inner: Arc<dyn IoEngine>) -> Self {
         Self { inner, faults: Arc::default() }
     }
 
-    /// The number of changes asked for so far, failed ones included.
+    /// Number of requested changes, including failed ones.
     pub fn changes(&self) -> u64 {
         lock(&self.faults.state).log.len() as u64
     }
 
-    /// The changes asked for so far, in their order, each with its path. For a rename that is the source.
+    /// The requested changes, in order, each with its path. For a rename that is the source.
     pub fn log(&self) -> Vec<(IoOperation, PathBuf)> {
         lock(&self.faults.state).log.clone()
     }
 
-    /// Let `passing` more changes of any kind pass, and hit the next one, once.
+    /// Lets `passing` more changes of any kind pass, and hits the next one, once.
     pub fn hit_change(&self, passing: u64, fault: IoFault) {
         self.add_rule(None, passing, fault, false);
     }
 
-    /// Let `passing` more operations of one kind pass, and hit the next one, once.
+    /// Lets `passing` more operations of one kind pass, and hits the next one, once.
     pub fn hit_once(&self, operation: IoOperation, passing: u64, fault: IoFault) {
         self.add_rule(Some(operation), passing, fault, false);
     }
 
-    /// Whether a fault is set that was neither used up nor cleared.
+    /// True if a fault is set that has neither hit nor been cleared.
     pub fn will_hit(&self) -> bool {
         !lock(&self.faults.state).rules.is_empty()
     }
 
-    /// Hit every operation of a kind until [`FaultEngine::clear`].
+    /// Hits every operation of a kind until [`FaultEngine::clear`].
     pub fn hit_every(&self, operation: IoOperation, fault: IoFault) {
         self.add_rule(Some(operation), 0, fault, true);
     }
 
-    /// Let `passing` more operations of one kind pass, and panic in the next one, once.
+    /// Lets `passing` more operations of one kind pass, and panics in the next one, once.
     pub fn panic_at(&self, operation: IoOperation, passing: u64) {
         lock(&self.faults.state).panic = Some((operation, passing));
     }
 
-    /// Whether a panic is set that has not come yet.
+    /// True if a panic is set that has not happened yet.
     pub fn will_panic(&self) -> bool {
         lock(&self.faults.state).panic.is_some()
     }
@@ -235,28 +236,28 @@ impl FaultEngine {
         lock(&self.faults.state).rules.push(FaultRule { operation, skip, fault, repeats });
     }
 
-    /// Remove all faults. A stopped engine stays stopped.
+    /// Removes all faults. A stopped engine stays stopped.
     pub fn clear(&self) {
         lock(&self.faults.state).rules.clear();
     }
 
-    /// Make everything fail from now on.
+    /// Makes every later operation fail.
     pub fn stop(&self) {
         lock(&self.faults.state).stopped = true;
         self.faults.changed.notify_all();
     }
 
-    /// Whether a stop has hit.
+    /// True if a stop has hit.
     pub fn is_stopped(&self) -> bool {
         lock(&self.faults.state).stopped
     }
 
-    /// Make every operation of a kind hang until [`FaultEngine::release`] or a stop.
+    /// Makes every operation of a kind hang until [`FaultEngine::release`] or a stop.
     pub fn hold(&self, operation: IoOperation) {
         lock(&self.faults.state).held = Some(operation);
     }
 
-    /// Wait until an operation hangs, or the engine is stopped.
+    /// Waits until an operation hangs, or the engine is stopped.
     pub fn wait_until_held(&self) {
         let mut state = lock(&self.faults.state);
         while state.waiting == 0 && !state.stopped {
@@ -264,14 +265,14 @@ impl FaultEngine {
         }
     }
 
-    /// Let the operations that hang go on.
+    /// Lets the operations that hang continue.
     pub fn release(&self) {
         lock(&self.faults.state).held = None;
         self.faults.changed.notify_all();
     }
 }
 
-/// Whether a bit of this read is to be flipped; or the error with which the read ends.
+/// Returns true if a bit of this read is to be flipped, or the error of the read.
 fn read_fault(faults: &FaultInjector, path: &Path, end: u64) -> Result<bool> {
     match faults.hit(IoOperation::Read, path) {
         None => Ok(false),

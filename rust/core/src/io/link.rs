@@ -1,4 +1,4 @@
-//! Gives a file's bytes a second name. Both names are the same file where the file system can do that, else the second is a copy.
+//! Creates a second name of a file's bytes: a hard link if the file system supports it, else a copy.
 
 use std::path::Path;
 
@@ -8,16 +8,16 @@ use crate::error::{Error, Result};
 /// Bytes copied at a time.
 const COPY_BYTES: usize = 4 << 20;
 
-/// Whether to copy after a link failed with `error`. That is so where the target is on another file system (`EXDEV`), where the
-/// file system has no links or the file too many of them, where only the file's owner may link it, and where the file cannot be
+/// True if a link that failed with `error` must be replaced by a copy: the target is on another file system (`EXDEV`),
+/// the file system has no links or the file too many of them, only the file's owner may link it, or the file cannot be
 /// reached through its descriptor (`ENOENT`).
 fn needs_copy(error: &Error) -> bool {
     let errnos = [libc::EXDEV, libc::EPERM, libc::EMLINK, libc::EOPNOTSUPP, libc::ENOSYS, libc::ENOENT];
     error.errno().is_some_and(|errno| errnos.contains(&errno))
 }
 
-/// Give an open file the second name `to`, which must be free, or else copy it there. Whether it was linked is the result. A copy's
-/// bytes are durable, its name is not yet. Nobody may write to the file during this or later.
+/// Links an open file to the name `to`, which must not exist, or else copies it there. Returns true if it was linked. A
+/// copy's bytes are durable, its name is not yet. The file must not be written during the call or later.
 pub fn link_or_copy(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Result<bool> {
     match engine.link(file, to) {
         Err(error) if needs_copy(&error) => {}
@@ -27,8 +27,8 @@ pub fn link_or_copy(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Resu
     Ok(false)
 }
 
-/// Copy an open file, maybe of another engine, to `to`, which must be free. The copy's bytes are durable, its name is not yet. Nobody may
-/// write to the file meanwhile.
+/// Copies an open file, possibly of another engine, to `to`, which must not exist. The copy's bytes are durable, its
+/// name is not yet. The file must not be written during the call.
 pub(crate) fn copy_file(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Result<()> {
     let len = file.len()?;
     let copy = engine.open(to, IoOpenMode::Create { preallocate: len })?;
@@ -76,8 +76,8 @@ mod tests {
             }
             let error = link_or_copy(&*engine, &*open("a"), &path("b")).unwrap_err();
             assert_eq!(error.errno(), Some(libc::EEXIST), "{error}");
-            // Another file under the same name is not the one that was opened, so it is not linked. A file without a name is
-            // copied.
+            // Another file under the same name is not the one that was opened, so it is not linked. A file without a
+            // name is copied.
             let first = open("a");
             engine.remove_file(&path("a")).unwrap();
             write_atomically(&*engine, &path("a"), b"another").unwrap();

@@ -1,4 +1,4 @@
-//! Locks on directories: a table, a reader or a remover holds a directory, and its death frees it.
+//! Locks on directories. A table, a reader or a remover locks a directory; the end of its process releases the lock.
 
 use std::any::Any;
 use std::fmt;
@@ -15,25 +15,25 @@ use super::disk::check_regular;
 use super::lock_fork::ForkReleaseGuard;
 use crate::error::{Error, Kind, Result};
 
-/// The file in a locked directory that carries the lock and contains the pid of the owner. It stays when the lock is freed.
+/// The file in a locked directory that carries the lock and contains the pid of the owner. It stays when the lock is
+/// released.
 pub const LOCK_FILE: &str = "lock";
 
-/// The purpose for which [`super::IoEngine::lock_dir_for`] holds a directory.
+/// The purpose for which [`super::IoEngine::lock_dir_for`] locks a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirLockPurpose {
-    /// To read the directory. Any number of readers hold it at once.
+    /// To read the directory. Shared by any number of readers.
     ToRead,
-    /// To remove the directory. Nobody else holds it then.
+    /// To remove the directory. Exclusive.
     ToRemove,
-    /// To change what several processes change in the directory. Nobody else holds it then, and a file system without such locks is
-    /// refused.
+    /// To change shared contents of the directory. Exclusive, and an error on a file system without such locks.
     ToChange,
-    /// To open the table whose files are in the directory, or to remove those files. Nobody else holds it then.
+    /// To open the table whose files are in the directory, or to remove those files. Exclusive.
     ToOpen,
 }
 
-/// A directory that is held for as long as this value lives in the process that made it. Processes forked from that one do not hold
-/// it.
+/// A lock on a directory, held as long as this value lives in the process that created it. Processes forked from that
+/// one do not hold it.
 pub struct DirLock {
     dir: PathBuf,
     _guard: Box<dyn Any + Send + Sync>,
@@ -45,8 +45,8 @@ impl fmt::Debug for DirLock {
     }
 }
 
-/// A lock by `flock` on a file or directory. Dropping it unlocks explicitly, because closing the file frees the lock only when no
-/// other process has a copy of the descriptor.
+/// A lock by `flock` on a file or directory. Dropping it unlocks explicitly, because closing the file releases the lock
+/// only if no other process has a copy of the descriptor.
 struct FlockGuard {
     /// Declared, and so dropped, before `file`: a fork must not touch a descriptor that was closed.
     _fork: Option<ForkReleaseGuard>,
@@ -63,13 +63,13 @@ impl FlockGuard {
 impl Drop for FlockGuard {
     fn drop(&mut self) {
         if self.process == std::process::id() {
-            // Where this fails, closing the file frees the lock.
+            // If this fails, closing the file releases the lock.
             let _ = flock(&self.file, FlockOperation::Unlock);
         }
     }
 }
 
-/// Lock an open file or directory without waiting, and repeat that when a signal interrupts it.
+/// Locks an open file or directory without waiting. Retries when a signal interrupts it.
 fn try_flock(file: &File, operation: FlockOperation) -> std::result::Result<(), Errno> {
     loop {
         match flock(file, operation) {
@@ -80,16 +80,17 @@ fn try_flock(file: &File, operation: FlockOperation) -> std::result::Result<(), 
 }
 
 impl DirLock {
-    /// Hold a directory that exists, by `flock` on its file `lock`, and write this process's pid into that file.
+    /// Locks an existing directory, by `flock` on its file `lock`, and writes this process's pid into that file.
     ///
-    /// Errors, at once: `InUse` when another table, in this process or another one, holds the directory; `Path` when `lock` is a
-    /// symbolic link; `Corruption` when it is no regular file; `Permission` and `Storage` as the file system says.
+    /// Errors, without waiting: `InUse` if another table, in this process or another one, holds the lock; `Path` if
+    /// `lock` is a symbolic link; `Corruption` if it is not a regular file; `Permission` and `Storage` from the file
+    /// system.
     pub fn acquire(dir: &Path) -> Result<Self> {
         Self::acquire_file(&dir.join(LOCK_FILE), dir)
     }
 
-    /// Hold the file at `path`, which is made, by `flock`, and write this process's pid into it. The lock stands for `resource`, which errors
-    /// name as in use.
+    /// Creates the file at `path` if it is missing, locks it by `flock`, and writes this process's pid into it. The
+    /// lock represents `resource`, which errors report as in use.
     ///
     /// The errors are those of [`DirLock::acquire`].
     pub(super) fn acquire_file(path: &Path, resource: &Path) -> Result<Self> {
@@ -111,8 +112,8 @@ impl DirLock {
         }
         let line = format!("{}\n", std::process::id());
         let mut found = String::new();
-        // A pid that this process wrote earlier is not written again: a write to this file may wait for a disk that is being
-        // synced.
+        // A pid that this process wrote earlier is not written again: a write to this file may wait for a disk that is
+        // being synced.
         if (&file).take(line.len() as u64 + 1).read_to_string(&mut found).is_err() || found != line {
             file.set_len(0)
                 .and_then(|()| file.rewind())
@@ -122,15 +123,16 @@ impl DirLock {
         Ok(Self::from_guard(resource, FlockGuard::of(file)))
     }
 
-    /// Hold a directory that exists, by `flock` on the directory itself. This needs no right to write there.
+    /// Locks an existing directory, by `flock` on the directory itself. This needs no write permission.
     ///
-    /// Where the file system has no such locks the directory counts as held, but not [`Hold::ToChange`]. (NFS refuses to lock a directory
-    /// alone.)
+    /// If the file system has no such locks, this succeeds without a lock, except for [`DirLockPurpose::ToChange`].
+    /// (NFS rejects only locks on directories.)
     ///
-    /// Errors, at once: `InUse` when another hold, in this process or another one, forbids this one; `Permission` and `Storage` as
-    /// the file system says.
+    /// Errors, without waiting: `InUse` if another lock, in this process or another one, conflicts with this one;
+    /// `Permission` and `Storage` from the file system.
     pub fn acquire_for(dir: &Path, purpose: DirLockPurpose) -> Result<Self> {
-        // O_NOFOLLOW tests the last component only. "." is never a link, so this also opens a path such as /proc/self/fd/N.
+        // O_NOFOLLOW checks only the last component. "." is never a link, so this also opens a path such as
+        // /proc/self/fd/N.
         let file = File::options()
             .read(true)
             .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
@@ -148,7 +150,7 @@ impl DirLock {
         }
     }
 
-    /// What [`DirLock::hold`] returns where `flock` refuses.
+    /// Returns the result of [`DirLock::acquire_for`] for a failed `flock`.
     fn lock_failure(dir: &Path, purpose: DirLockPurpose, errno: Errno) -> Result<Self> {
         match errno {
             Errno::WOULDBLOCK => Err(conflict_error(dir, purpose)),
@@ -169,19 +171,19 @@ impl DirLock {
         }
     }
 
-    /// A lock that lasts until `guard` is dropped.
+    /// Creates a lock that lasts until `guard` is dropped.
     pub(super) fn from_guard(dir: &Path, guard: impl Any + Send + Sync) -> Self {
         Self { dir: dir.to_owned(), _guard: Box::new(guard) }
     }
 
-    /// The directory that is held.
+    /// The locked directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 }
 
-/// Who holds a lock file, by the pid in it. The owner takes the lock before it writes its pid, so an empty file is read again, at
-/// most 100 times.
+/// Describes the owner of a lock file, by the pid in it. The owner takes the lock before it writes its pid, so an empty
+/// file is read again, at most 100 times.
 fn owner(file: &mut File) -> String {
     for _ in 0..100 {
         let mut pid = String::new();

@@ -1,8 +1,9 @@
-//! Makes forked children give up the locks of their parent.
+//! Makes forked children release the locks of their parent.
 //!
-//! A lock by `flock` lasts until every copy of its descriptor is closed. Without this module, the workers that a process forks
-//! would go on holding its locks after it was killed. The child replaces its copy of each locked descriptor by one of `/dev/null`.
-//! It does not close the copy: the object that owns the number may close it later, when the number might be another file's.
+//! A lock by `flock` lasts until every copy of its descriptor is closed. Without this module, the workers that a
+//! process forks would keep holding its locks after it was killed. The child replaces its copy of each locked
+//! descriptor by one of `/dev/null`. It does not close the copy: the object that owns the number may close it later,
+//! when another file may have the number.
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
@@ -13,20 +14,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use libc::c_int;
 
-/// The locked descriptors, and a spin lock on them. A fork takes the spin lock in the parent and frees it in the child too, which
-/// the standard library's mutexes do not permit.
+/// The locked descriptors, and a spin lock on them. A fork acquires the spin lock in the parent and releases it also in
+/// the child, which the standard library's mutexes do not permit.
 struct ForkLockRegistry {
     busy: AtomicBool,
     descriptors: UnsafeCell<Vec<c_int>>,
 }
 
-// SAFETY: only the thread that set `busy` touches `descriptors`.
+// SAFETY: only the thread that set `busy` accesses `descriptors`.
 unsafe impl Sync for ForkLockRegistry {}
 
 static LOCKS: ForkLockRegistry =
     ForkLockRegistry { busy: AtomicBool::new(false), descriptors: UnsafeCell::new(Vec::new()) };
 
-/// A descriptor of `/dev/null`, once the fork handlers are installed; `None` where the system refused that.
+/// A descriptor of `/dev/null`, once the fork handlers are installed; `None` if that failed.
 static DEV_NULL: OnceLock<Option<c_int>> = OnceLock::new();
 
 impl ForkLockRegistry {
@@ -42,7 +43,7 @@ impl ForkLockRegistry {
 
     fn with(&self, change: impl FnOnce(&mut Vec<c_int>)) {
         self.lock();
-        // SAFETY: `begin` returned, so no other thread is between `begin` and `end`.
+        // SAFETY: `lock` returned, so no other thread is between `lock` and `unlock`.
         change(unsafe { &mut *self.descriptors.get() });
         self.unlock();
     }
@@ -58,25 +59,27 @@ extern "C" fn after_fork_in_parent() {
 
 extern "C" fn after_fork_in_child() {
     if let Some(Some(nothing)) = DEV_NULL.get() {
-        // SAFETY: `before_fork` called `begin` in the thread that forked, and that is the child's only thread.
+        // SAFETY: `before_fork` called `lock` in the thread that forked, and that is the child's only thread.
         for &descriptor in unsafe { &*LOCKS.descriptors.get() } {
-            // SAFETY: dup3 takes two descriptors and is safe to call after a fork. Where it fails the child goes on holding the
-            // lock.
+            // SAFETY: dup3 takes two descriptors and is safe to call after a fork. If it fails the child keeps holding
+            // the lock.
             unsafe { libc::dup3(*nothing, descriptor, libc::O_CLOEXEC) };
         }
     }
     LOCKS.unlock();
 }
 
-/// Makes every child that this process forks give up a descriptor, for as long as this value lives.
+/// Makes every child that this process forks release a descriptor, for as long as this value lives.
 pub(super) struct ForkReleaseGuard(c_int);
 
 impl ForkReleaseGuard {
-    /// `None` where the system refuses. Then children hold the lock until they end or execute another program.
+    /// `None` if the handlers cannot be installed. Then children hold the lock until they exit or execute another
+    /// program.
     pub(super) fn new(descriptor: c_int) -> Option<Self> {
         let open = || {
             let nothing = File::open("/dev/null").ok()?.into_raw_fd();
-            // SAFETY: the three functions live as long as the process, and touch only what the spin lock of `ForkLockRegistry` guards.
+            // SAFETY: the three functions live as long as the process, and access only data that the spin lock of
+            // `ForkLockRegistry` guards.
             let told = unsafe {
                 libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child))
             };

@@ -1,4 +1,4 @@
-//! Files that are mapped into memory to be read.
+//! Read-only memory mappings of files.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -13,10 +13,12 @@ use super::AlignedBuf;
 use crate::error::{Error, Kind, Result};
 use crate::mapping::page_bytes;
 
-/// The bytes of a file as they were when it was mapped. They stay readable when the file has lost its name, and no descriptor stays open.
+/// The bytes of a file at the time of the mapping. They stay readable after the file is unlinked, and no descriptor
+/// stays open.
 ///
-/// Touching a page that the system does not hold in memory reads it from the disk, one page at a time. A read that fails there ends the
-/// process. So whoever needs many pages calls [`FileMapping::ask_for`] for all of them and then [`FileMapping::bring_in`] for each.
+/// Accessing a page that is not in memory reads it from the disk, one page at a time. If that read fails, the process
+/// is killed. So a reader of many pages calls [`FileMapping::prefetch`] for all of them and then
+/// [`FileMapping::populate`] for each.
 #[derive(Debug)]
 pub struct FileMapping {
     path: PathBuf,
@@ -27,7 +29,7 @@ pub struct FileMapping {
 enum MappedContent {
     /// Pages of the file itself, which all processes share.
     Shared(SharedPages),
-    /// A copy, of a file of an engine whose files cannot be mapped. The buffer may be longer than the file.
+    /// A copy, for an engine whose files cannot be mapped. The buffer may be longer than the file.
     Copy(AlignedBuf, usize),
 }
 
@@ -38,15 +40,15 @@ struct SharedPages {
     bytes: usize,
 }
 
-// SAFETY: the mapping belongs to no thread, and nobody writes to it.
+// SAFETY: the mapping is bound to no thread, and is never written.
 unsafe impl Send for SharedPages {}
 // SAFETY: the mapping is only read.
 unsafe impl Sync for SharedPages {}
 
-/// How many files this process has mapped.
+/// Number of files that this process has mapped.
 static MAPPED_FILES: AtomicUsize = AtomicUsize::new(0);
 
-/// How many mappings the system allows a process (`vm.max_map_count`). Where it does not say, any number.
+/// Maximum number of mappings per process (`vm.max_map_count`). Unlimited if it cannot be read.
 fn max_mappings() -> usize {
     static MAX_MAPPINGS: OnceLock<usize> = OnceLock::new();
     *MAX_MAPPINGS.get_or_init(|| {
@@ -55,8 +57,8 @@ fn max_mappings() -> usize {
     })
 }
 
-/// `Capacity` where a process that has mapped so many files may map no more. A quarter of what the system allows is left to the rest of the
-/// process, whose requests for memory would fail otherwise.
+/// Returns `Capacity` if a process with `mapped` mapped files may map no more. A quarter of the `allowed` mappings is
+/// reserved for the rest of the process, whose allocations would fail otherwise.
 fn check_mapping_limit(path: &Path, mapped: usize, allowed: usize) -> Result<()> {
     if mapped < allowed / 4 * 3 {
         return Ok(());
@@ -71,7 +73,7 @@ fn check_mapping_limit(path: &Path, mapped: usize, allowed: usize) -> Result<()>
 }
 
 impl SharedPages {
-    /// The range of a mapping, which is counted from now on.
+    /// Creates the range of a mapping, and counts it.
     fn new(start: *mut u8, bytes: usize) -> Self {
         MAPPED_FILES.fetch_add(1, Ordering::Relaxed);
         Self { start, bytes }
@@ -81,29 +83,29 @@ impl SharedPages {
 impl Drop for SharedPages {
     fn drop(&mut self) {
         MAPPED_FILES.fetch_sub(1, Ordering::Relaxed);
-        // SAFETY: the range is this mapping's own, and who dropped it gave up every address in it.
+        // SAFETY: this mapping owns the range, and no address in it is used after the drop.
         unsafe { libc::munmap(self.start.cast(), self.bytes) };
     }
 }
 
-/// How the bytes of a mapping are used.
+/// Access pattern of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MappingAccess {
-    /// Here and there: a read brings in its own page alone.
+    /// Scattered accesses: a read loads only its own page.
     Scattered,
-    /// All of them, again and again: they are in huge pages where the file system permits that.
+    /// Repeated accesses to all of it: uses huge pages if the file system permits.
     Whole,
 }
 
-/// The system takes only so much of one advice as it reads ahead at a time, which is this where nobody has changed it.
+/// The kernel limits a prefetch to its readahead size, which is this by default.
 const PREFETCH_BYTES: usize = 128 << 10;
 
 /// Bytes of a huge page, and its alignment.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 impl FileMapping {
-    /// Map the first `bytes` bytes of an open file, which is never written again. `Kind::Storage` where the system refuses,
-    /// `Kind::Capacity` where this process has mapped most of what the system allows.
+    /// Maps the first `bytes` bytes of an open file, which is never written again. `Kind::Storage` if the system call
+    /// fails, `Kind::Capacity` if this process has mapped most of the allowed number of files.
     pub(super) fn of_file(path: &Path, file: &File, bytes: usize, access: MappingAccess) -> Result<Self> {
         if bytes == 0 {
             return Self::copied(path, 0, |_| Ok(()));
@@ -111,8 +113,8 @@ impl FileMapping {
         check_mapping_limit(path, MAPPED_FILES.load(Ordering::Relaxed), max_mappings())?;
         let failed = || Error::io("map", path, &std::io::Error::last_os_error());
         let room = bytes.next_multiple_of(page_bytes()) + HUGE_PAGE_BYTES;
-        // Room for a mapping that starts at a multiple of a huge page. The file takes the place of a part of it.
-        // SAFETY: this makes a new mapping at an address of the system's choice, so it replaces no other.
+        // Reserves a range for a mapping that starts at a multiple of a huge page. The file replaces a part of it.
+        // SAFETY: this creates a mapping at an address that the kernel chooses, so it replaces no other.
         let at = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
             libc::mmap(ptr::null_mut(), room, libc::PROT_NONE, flags, -1, 0)
@@ -124,7 +126,7 @@ impl FileMapping {
         let before = reserved.start.addr().next_multiple_of(HUGE_PAGE_BYTES) - reserved.start.addr();
         let start = reserved.start.wrapping_add(before);
         let fixed = libc::MAP_SHARED | libc::MAP_FIXED;
-        // SAFETY: the range lies in the mapping above, which nobody uses, and takes its place there.
+        // SAFETY: the range is inside the mapping above, which is unused, and replaces it there.
         let mapped = unsafe { libc::mmap(start.cast(), bytes, libc::PROT_READ, fixed, file.as_raw_fd(), 0) };
         if mapped == libc::MAP_FAILED {
             return Err(failed());
@@ -133,8 +135,8 @@ impl FileMapping {
         let pages = reserved;
         let after = start.wrapping_add(bytes.next_multiple_of(page_bytes()));
         let advice = if access == MappingAccess::Whole { libc::MADV_HUGEPAGE } else { libc::MADV_RANDOM };
-        // SAFETY: what is unmapped is the room before and after the file, whole pages that nobody uses. The advice changes no contents; where the
-        // system refuses it, this costs only speed.
+        // SAFETY: the unmapped ranges are those before and after the file, whole pages that are unused. The advice
+        // changes no contents; if it fails, only speed is lost.
         unsafe {
             if before > 0 {
                 libc::munmap(at, before);
@@ -147,14 +149,14 @@ impl FileMapping {
         Ok(Self { path: path.to_owned(), content: MappedContent::Shared(pages) })
     }
 
-    /// Bytes that `read` reads from a file.
+    /// Creates a buffer of `bytes` bytes, which `read` fills from a file.
     pub(super) fn copied(path: &Path, bytes: usize, read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Self> {
         let mut buffer = AlignedBuf::try_zeroed(bytes)?;
         read(&mut buffer[..bytes])?;
         Ok(Self { path: path.to_owned(), content: MappedContent::Copy(buffer, bytes) })
     }
 
-    /// The same under the path that the user knows.
+    /// Replaces the path by the user's path.
     pub(super) fn renamed(self, path: &Path) -> Self {
         Self { path: path.to_owned(), ..self }
     }
@@ -168,30 +170,32 @@ impl FileMapping {
     #[inline]
     pub fn bytes(&self) -> &[u8] {
         match &self.content {
-            // SAFETY: the mapping has so many bytes from its start, any of which is a valid `u8`. Files that are mapped are never written again.
+            // SAFETY: the mapping has this many bytes from its start, any of which is a valid `u8`. Mapped files are
+            // never written again.
             MappedContent::Shared(pages) => unsafe { std::slice::from_raw_parts(pages.start, pages.bytes) },
             MappedContent::Copy(buffer, bytes) => &buffer[..*bytes],
         }
     }
 
-    /// Whether all bytes are in memory that the system cannot take back.
+    /// True if all bytes are in anonymous memory, which the kernel cannot discard.
     pub fn is_copy(&self) -> bool {
         matches!(self.content, MappedContent::Copy(..))
     }
 
-    /// Start to read a range of bytes from the disk, as far as it is not in memory, and do not wait.
+    /// Starts to read a range of bytes from the disk, unless it is in memory, without waiting.
     pub fn prefetch(&self, range: &Range<usize>) {
         let Some((start, bytes)) = self.pages(range) else { return };
         for at in (0..bytes).step_by(PREFETCH_BYTES) {
             let (piece, len) = (start.wrapping_add(at), PREFETCH_BYTES.min(bytes - at));
-            // SAFETY: the piece is whole pages of this mapping. The advice changes no contents; where the system refuses it, pages are read later.
+            // SAFETY: the piece is whole pages of this mapping. The advice changes no contents; if it fails, pages are
+            // read later.
             unsafe { libc::madvise(piece.cast(), len, libc::MADV_WILLNEED) };
         }
     }
 
-    /// Wait until a range of bytes is in memory and can be read at once.
+    /// Waits until a range of bytes is in memory and can be read immediately.
     ///
-    /// Errors: `Corruption` where the file was cut, `Storage` where the disk does not give the bytes.
+    /// Errors: `Corruption` if the file was truncated, `Storage` if the disk cannot read the bytes.
     pub fn populate(&self, range: &Range<usize>) -> Result<()> {
         let Some((start, bytes)) = self.pages(range) else { return Ok(()) };
         // SAFETY: the range is whole pages of this mapping, and the advice only reads them into memory.
@@ -200,7 +204,7 @@ impl FileMapping {
         }
         let error = std::io::Error::last_os_error();
         match error.raw_os_error() {
-            // Kernels before 5.14 have no such advice: the pages are read when they are touched.
+            // Kernels before 5.14 have no such advice: the pages are read when they are accessed.
             Some(libc::EINVAL) => Ok(()),
             Some(libc::EFAULT | libc::EHWPOISON) => Err(self.unreadable_error(range)),
             _ => Err(Error::io("read", &self.path, &error)),
@@ -216,7 +220,7 @@ impl FileMapping {
         Error::new(Kind::Corruption, what).at(&self.path)
     }
 
-    /// The pages of a range, within the mapping.
+    /// Returns the pages of a range, within the mapping.
     fn pages(&self, range: &Range<usize>) -> Option<(*mut u8, usize)> {
         let MappedContent::Shared(pages) = &self.content else { return None };
         let page = page_bytes();

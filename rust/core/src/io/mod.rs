@@ -1,8 +1,8 @@
-//! File I/O behind one trait, [`IoEngine`]. It has implementations on `io_uring`, on plain system calls, in memory, and with
-//! injected faults.
+//! File I/O behind one trait, [`IoEngine`]. It has implementations on `io_uring`, on plain system calls, in memory, and
+//! with injected faults.
 //!
-//! Every file operation of the SSD tier and of checkpoints goes through an [`IoEngine`], so that the fault engine sees each of
-//! them.
+//! Every file operation of the SSD tier and of checkpoints goes through an [`IoEngine`], so that the fault engine sees
+//! each of them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -43,17 +43,17 @@ pub use select::default_engine;
 #[cfg(target_os = "linux")]
 pub use uring::UringEngine;
 
-/// How to open a file.
+/// Mode of opening a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoOpenMode {
-    /// Open an existing file for reading.
+    /// Opens an existing file for reading.
     Read,
-    /// Open an existing file for writing and reading. Its bytes and its length stay.
+    /// Opens an existing file for writing and reading. Its bytes and its length stay.
     Write,
-    /// Make a new file for writing and reading, with room for this many bytes allocated. Its length is 0 until something is
-    /// written. A file that exists is an error.
+    /// Creates a new file for writing and reading, and preallocates space. Its length is 0 until it is written. An
+    /// existing file is an error.
     Create {
-        /// Bytes to allocate ahead; 0 for none.
+        /// Bytes to preallocate; 0 for none.
         preallocate: u64,
     },
 }
@@ -65,7 +65,7 @@ pub struct IoReadRequest {
     pub file: Arc<dyn IoFile>,
     /// Byte in the file at which the read starts. It need not be aligned.
     pub offset: u64,
-    /// Bytes to read. Any number.
+    /// Number of bytes to read, of any alignment.
     pub len: usize,
 }
 
@@ -73,95 +73,101 @@ pub struct IoReadRequest {
 pub trait IoFile: Send + Sync + fmt::Debug {
     /// The path by which it was opened.
     fn path(&self) -> &Path;
-    /// Its length in bytes.
+    /// Length in bytes.
     fn len(&self) -> Result<u64>;
-    /// Whether its length is 0.
+    /// True if its length is 0.
     fn is_empty(&self) -> Result<bool> {
         Ok(self.len()? == 0)
     }
-    /// Whether its reads and writes bypass the page cache (`O_DIRECT`).
+    /// True if its reads and writes bypass the page cache (`O_DIRECT`).
     fn is_direct(&self) -> bool {
         false
     }
-    /// Write all of `data` at byte `offset`. Both `offset` and the length of `data` must be multiples of [`ALIGNMENT`]; with every
-    /// engine `Kind::Input` otherwise. Data in an [`AlignedBuf`] is written without a copy.
+    /// Writes all of `data` at byte `offset`. Both `offset` and the length of `data` must be multiples of
+    /// [`ALIGNMENT`]; otherwise every engine returns `Kind::Input`. Data in an [`AlignedBuf`] is written without a
+    /// copy.
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<()>;
-    /// Read exactly `into.len()` bytes at byte `offset`, which need not be aligned. `Kind::Corruption` when the file ends before.
+    /// Reads exactly `into.len()` bytes at byte `offset`, which need not be aligned. `Kind::Corruption` if the file
+    /// ends before.
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()>;
-    /// Cut the file to `len` bytes, or extend it with zeros.
+    /// Truncates the file to `len` bytes, or extends it with zeros.
     fn set_len(&self, len: u64) -> Result<()>;
-    /// Make the file's data and length durable.
+    /// Makes the file's data and length durable.
     fn sync(&self) -> Result<()>;
-    /// The number of the file's names (hard links). A file with names besides this package's is never written again.
+    /// Number of the file's names (hard links). A file with links outside this package is never written again.
     fn links(&self) -> Result<u64>;
-    /// When the file was written last. An engine whose files have no times says the time of the call.
+    /// Time of the last write. An engine whose files have no times returns the time of the call.
     fn modified(&self) -> Result<SystemTime> {
         Ok(SystemTime::now())
     }
-    /// Map the whole file to read it; it must not be written again. An engine whose files cannot be mapped gives a copy.
+    /// Maps the entire file for reading; it must not be written again. An engine whose files cannot be mapped returns a
+    /// copy.
     fn map(&self, _access: MappingAccess) -> Result<FileMapping> {
         FileMapping::copied(self.path(), self.len()? as usize, |bytes| self.read_at(0, bytes))
     }
-    /// The concrete type, by which an engine recognises its own files.
+    /// The concrete type, by which an engine recognizes its own files.
     fn as_any(&self) -> &dyn std::any::Any;
 }
 
-/// Takes the results of a batch of reads. It is called once for each read, in any order, with the read's position in the batch, its
-/// bytes, and how long they took: from when the system was asked for them until it had them. A read that the system was not asked for
-/// took no time.
+/// Receives the results of a batch of reads. It is called once per read, in any order, with the read's position in the
+/// batch, its bytes, and its duration, from submission to completion. The duration of a read that was not submitted is
+/// zero.
 pub type ReadSink<'a> = dyn FnMut(usize, Result<&[u8]>, Duration) + Send + 'a;
 
-/// A way to do file I/O. A process needs one. Its methods may be called from any thread.
+/// An implementation of file I/O. A process needs one. Its methods may be called from any thread.
 pub trait IoEngine: Send + Sync + fmt::Debug {
-    /// The engine's name for reports: `io_uring`, `pread`, `memory` or `fault over …`, with `+direct` where `O_DIRECT` is in use.
+    /// The engine's name for reports: `io_uring`, `pread`, `memory` or `fault over …`, with `+direct` if `O_DIRECT` is
+    /// in use.
     fn name(&self) -> String;
-    /// Open or make a file.
+    /// Opens or creates a file.
     fn open(&self, path: &Path, mode: IoOpenMode) -> Result<Arc<dyn IoFile>>;
-    /// Do all reads of a batch, many at a time, and hand each to `sink` when it completes. This blocks until all are done. A read
-    /// that fails, or that reaches past the end of its file, is handed over as an error and does not stop the others.
+    /// Runs all reads of a batch, many at a time, and passes each to `sink` when it completes. This blocks until all
+    /// are done. A read that fails, or that extends past the end of its file, is passed as an error and does not stop
+    /// the others.
     fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>);
-    /// Make a directory and the missing ones above it.
+    /// Creates a directory and its missing parents.
     fn create_dir_all(&self, path: &Path) -> Result<()>;
-    /// The entries of a directory, sorted by name. `Kind::Storage` when the directory is missing.
+    /// Lists the entries of a directory, sorted by name. `Kind::Storage` if the directory is missing.
     fn list(&self, path: &Path) -> Result<Vec<PathBuf>>;
-    /// Whether something lies at a path. A symbolic link counts and is not followed. The result is `false` only where the system
-    /// says that nothing is there (`ENOENT`, `ENOTDIR`). Every other failure is an error, because a caller that believed the path
-    /// to be free would go on without what lies there.
+    /// True if a path exists. A symbolic link counts and is not followed. Returns `false` only if the system reports
+    /// that nothing exists there (`ENOENT`, `ENOTDIR`). Every other failure is an error, because a caller that
+    /// considers the path free would ignore existing contents.
     fn exists(&self, path: &Path) -> Result<bool>;
-    /// Refuse a directory that is a symbolic link, that is no directory, that belongs to another user, or whose permission bits
-    /// exceed `allowed_mode`. A missing one passes. An engine whose files have no owners lets all pass.
+    /// Returns an error for a directory that is a symbolic link, is not a directory, belongs to another user, or whose
+    /// permission bits exceed `allowed_mode`. A missing one passes. An engine whose files have no owners accepts all.
     fn check_private(&self, _path: &Path, _allowed_mode: u32) -> Result<()> {
         Ok(())
     }
-    /// Rename a file or directory, replacing the target.
+    /// Renames a file or directory, replacing the target.
     fn rename(&self, from: &Path, to: &Path) -> Result<()>;
-    /// Give an open file of this engine, or of one over the same files, the further name `to`, which must be free. This links the
-    /// open descriptor: it makes no difference if somebody replaces what lies under the file's old name meanwhile. `EXDEV` where
-    /// the file is another engine's; `ENOENT` where it has no name left.
+    /// Links an open file of this engine, or of one over the same files, to the further name `to`, which must not
+    /// exist. This links the open descriptor: replacing the file at its old name concurrently has no effect. `EXDEV` if
+    /// the file belongs to another engine; `ENOENT` if it has no name left.
     fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()>;
-    /// Remove a file.
+    /// Removes a file.
     fn remove_file(&self, path: &Path) -> Result<()>;
-    /// Remove a directory and everything in it.
+    /// Removes a directory and everything in it.
     fn remove_dir_all(&self, path: &Path) -> Result<()>;
-    /// Make the entries of a directory durable.
+    /// Makes the entries of a directory durable.
     fn sync_dir(&self, path: &Path) -> Result<()>;
-    /// Hold an existing directory for as long as the lock lives, alone. When somebody else holds it this fails at once with
-    /// `Kind::InUse`, which names the holder's pid.
+    /// Locks an existing directory exclusively, until the lock is dropped. If the lock is held, fails without waiting
+    /// with `Kind::InUse`, which names the holder's pid.
     fn lock_dir(&self, path: &Path) -> Result<DirLock>;
-    /// Hold a file for as long as the lock lives, alone, and make the file when there is none. When somebody else holds it this
-    /// fails at once with `Kind::InUse`. Engines that only pass calls on for the sake of directories need not have it.
+    /// Locks a file exclusively, until the lock is dropped, and creates the file if it is missing. If the lock is held,
+    /// fails without waiting with `Kind::InUse`. Engines that wrap another one only for directories need not support
+    /// it.
     fn lock_file(&self, path: &Path) -> Result<DirLock> {
         Err(Error::new(
             Kind::Unsupported,
             format!("cannot lock {}: this engine locks directories only", path.display()),
         ))
     }
-    /// Hold a directory itself: together with others to read it, or alone to remove or open it. When another hold forbids this it
-    /// fails at once with `Kind::InUse`. This is independent of [`IoEngine::lock_dir`].
+    /// Locks a directory itself: shared to read it, or exclusively for other purposes. If another lock conflicts with
+    /// it, fails without waiting with `Kind::InUse`. This is independent of [`IoEngine::lock_dir`].
     fn lock_dir_for(&self, path: &Path, purpose: DirLockPurpose) -> Result<DirLock>;
 }
 
-/// Refuse a write that direct I/O could not do. Every engine uses this, so that all refuse the same writes.
+/// Rejects a write that direct I/O does not support. Every engine uses this, so that all reject the same writes.
 fn check_aligned(path: &Path, offset: u64, len: usize) -> Result<()> {
     if offset.is_multiple_of(ALIGNMENT as u64) && len.is_multiple_of(ALIGNMENT) {
         return Ok(());
@@ -186,7 +192,7 @@ fn open_error(action: &str, path: &Path, source: &std::io::Error) -> Error {
     Error::io(action, path, source)
 }
 
-/// Whether a look at `path` found something; see [`IoEngine::exists`].
+/// Converts the result of inspecting `path`; see [`IoEngine::exists`].
 fn exists_result<T>(path: &Path, look: std::io::Result<T>) -> Result<bool> {
     match look {
         Ok(_) => Ok(true),
@@ -195,13 +201,13 @@ fn exists_result<T>(path: &Path, look: std::io::Result<T>) -> Result<bool> {
     }
 }
 
-/// The error of a read that reaches past the end of its file.
+/// The error of a read that extends past the end of its file.
 fn short_file_error(path: &Path, wanted_end: u64, len: u64) -> Error {
     Error::corruption(path, len, "the file's length", format!("at least {wanted_end}"), len)
 }
 
-/// Write `data` to `path` so that a crash leaves either the old file or the new one, whole. This writes a temporary file beside it,
-/// syncs that, renames it over `path`, and syncs the directory.
+/// Writes `data` to `path` so that a crash leaves either the old file or the complete new one. This writes a temporary
+/// file in the same directory, syncs it, renames it to `path`, and syncs the directory.
 pub fn write_atomically(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
     let dir = path.parent().unwrap_or(Path::new("."));
     let mut name = path.file_name().unwrap_or_default().to_owned();
@@ -215,7 +221,7 @@ pub fn write_atomically(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Resu
     engine.sync_dir(dir)
 }
 
-/// Make a file that holds `data`. Nothing of it is durable yet.
+/// Creates a file with the contents `data`. Nothing of it is durable yet.
 pub(crate) fn write_whole(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<Arc<dyn IoFile>> {
     let file = engine.open(path, IoOpenMode::Create { preallocate: 0 })?;
     let mut padded = AlignedBuf::zeroed(data.len().next_multiple_of(ALIGNMENT));
@@ -225,7 +231,7 @@ pub(crate) fn write_whole(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Re
     Ok(file)
 }
 
-/// Read a whole file. One longer than `limit_bytes` is refused before any memory is allocated (`Kind::Corruption`).
+/// Reads an entire file. Rejects a file longer than `limit_bytes` before any memory is allocated (`Kind::Corruption`).
 pub fn read_file(engine: &dyn IoEngine, path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
     let file = engine.open(path, IoOpenMode::Read)?;
     let len = file.len()?;

@@ -15,29 +15,29 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::sync::lock;
 
-/// Threads of the pool, and so the most reads under way at once.
+/// Threads of the pool, and thus the maximum number of concurrent reads.
 const THREADS: usize = 32;
-/// The most chunks of a batch that were read and wait for the sink.
+/// Maximum number of a batch's chunks that were read and wait for the sink.
 const READ_AHEAD: usize = 8;
-/// Buffers that are kept while nobody uses them: what all threads and two batches hold at once.
+/// Maximum number of unused buffers: the number that all threads and two batches use at the same time.
 const KEPT_BUFFERS: usize = THREADS + 2 * READ_AHEAD;
-/// The most reads of a batch that a thread takes at a time.
+/// Maximum number of reads of a batch that a thread takes at a time.
 const CHUNK_READS: usize = 16;
-/// A thread takes no further read of a batch once the reads it took have this many bytes.
+/// A thread takes no further read of a batch once its reads have this many bytes.
 const CHUNK_BYTES: usize = 128 << 10;
 
 /// The engine of plain system calls.
 pub type PsyncEngine = DiskEngine<PreadPool>;
 
 impl PsyncEngine {
-    /// An engine that asks for `O_DIRECT` if `direct` says so.
+    /// Creates an engine that requests `O_DIRECT` if `direct` is true.
     pub fn new(direct: bool) -> Self {
         Self::with_reader(PreadPool::default(), direct)
     }
 }
 
 impl Default for PsyncEngine {
-    /// An engine that uses `O_DIRECT` where the file system takes it.
+    /// Creates an engine that uses `O_DIRECT` if the file system supports it.
     fn default() -> Self {
         Self::new(true)
     }
@@ -49,7 +49,7 @@ pub struct PreadPool {
     workers: OnceLock<Option<Arc<PreadWorkers>>>,
 }
 
-/// What the threads of a pool share.
+/// The data that the threads of a pool share.
 #[derive(Debug)]
 struct PreadWorkers {
     queue: Mutex<PreadQueue>,
@@ -59,7 +59,7 @@ struct PreadWorkers {
 
 #[derive(Debug, Default)]
 struct PreadQueue {
-    /// Batches of which some chunk was not taken yet, oldest first.
+    /// Batches with chunks that no thread has taken yet, oldest first.
     batches: VecDeque<Arc<PreadBatch>>,
     closed: bool,
 }
@@ -74,27 +74,27 @@ struct PreadBatch {
     done: SyncSender<PreadChunk>,
 }
 
-/// Reads that one thread has done, one behind the other in one buffer.
+/// Completed reads of one thread, consecutive in one buffer.
 struct PreadChunk {
     first: usize,
-    /// `None` where the system refused a buffer, and after a panic.
+    /// `None` if the allocation of a buffer failed, and after a panic.
     buffer: Option<PooledBuf>,
     outcomes: Vec<PreadOutcome>,
 }
 
-/// A read that was done: where in its chunk's buffer the wanted bytes lie, and how long it took.
+/// Outcome of a read: the range of the requested bytes in its chunk's buffer, and the duration.
 type PreadOutcome = (Result<Range<usize>>, Duration);
 
 impl PreadChunk {
-    /// A chunk whose reads all fail with this error.
+    /// Creates a chunk whose reads all fail with this error.
     fn failed(positions: Range<usize>, error: &Error) -> Self {
         let first = positions.start;
         Self { first, buffer: None, outcomes: positions.map(|_| (Err(error.clone()), Duration::ZERO)).collect() }
     }
 }
 
-/// The positions of the reads of each chunk. Chunks are small, so that the threads share a batch, and still worth the cost of a
-/// hand-over.
+/// Returns the positions of the reads of each chunk. Chunks are small, so that the threads share a batch, and large
+/// enough to be worth the cost of queueing.
 fn chunks_of(reads: &[IoReadRequest]) -> Vec<Range<usize>> {
     let most = reads.len().div_ceil(THREADS).clamp(1, CHUNK_READS);
     let mut chunks: Vec<Range<usize>> = Vec::new();
@@ -114,13 +114,14 @@ fn chunks_of(reads: &[IoReadRequest]) -> Vec<Range<usize>> {
     chunks
 }
 
-/// Bytes of the buffer for `read`. They are a multiple of the largest alignment, so that the next read starts aligned too.
+/// Bytes of the buffer for `read`. They are a multiple of the largest alignment, so that the next read starts aligned
+/// too.
 fn buffer_bytes_of(read: &IoReadRequest) -> usize {
     let skip = (read.offset % ALIGNMENT as u64) as usize;
     (skip + read.len).next_multiple_of(ALIGNMENT)
 }
 
-/// Do a read into `buffer`. The result is where in `buffer` the wanted bytes lie.
+/// Reads into `buffer`. Returns the range of the requested bytes in `buffer`.
 fn read_one(read: &IoReadRequest, process: u32, buffer: &mut [u8]) -> Result<Range<usize>> {
     let Some(file) = read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_opened_by(process)) else {
         read.file.read_at(read.offset, &mut buffer[..read.len])?;
@@ -131,7 +132,7 @@ fn read_one(read: &IoReadRequest, process: u32, buffer: &mut [u8]) -> Result<Ran
     Ok(cover.skip..cover.skip + cover.len)
 }
 
-/// Do reads on this thread, one after the other, and hand each over with its position.
+/// Runs reads on this thread, one after the other, and passes each with its position to `sink`.
 pub(super) fn read_serially<'a>(reads: impl Iterator<Item = (usize, &'a IoReadRequest)>, sink: &mut ReadSink<'_>) {
     let mut data = Vec::new();
     for (position, read) in reads {
@@ -186,7 +187,8 @@ impl PreadWorkers {
             loop {
                 let taken = batch.next.fetch_add(1, Ordering::Relaxed);
                 let Some(chunk) = batch.chunks.get(taken) else { break };
-                // The thread that waits for the batch counts its chunks. So a chunk is sent even when reading it panicked.
+                // The thread that waits for the batch counts its chunks. So a chunk is sent even when reading it
+                // panicked.
                 let read = catch_unwind(AssertUnwindSafe(|| self.read_chunk(&batch, chunk.clone())));
                 let read = read.unwrap_or_else(|panic| {
                     PreadChunk::failed(chunk.clone(), &Error::panicked("a thread that reads", &*panic))
@@ -202,7 +204,7 @@ impl PreadWorkers {
 }
 
 impl PreadPool {
-    /// `None` where the system gives no thread.
+    /// `None` if the OS cannot start a thread.
     fn workers(&self) -> Option<&Arc<PreadWorkers>> {
         let made = self.workers.get_or_init(|| {
             let work = Arc::new(PreadWorkers {
@@ -245,7 +247,7 @@ impl BatchReader for PreadPool {
             Some(work) if reads.len() > 1 => work,
             _ => return read_serially(reads.iter().enumerate(), sink),
         };
-        // Threads that are ahead of the sink wait here, which bounds the number of buffers that a batch holds.
+        // Threads that are ahead of the sink wait here, which bounds the number of buffers of a batch.
         let (done, finished) = sync_channel(READ_AHEAD);
         let chunks = chunks_of(reads);
         let batch = Arc::new(PreadBatch {

@@ -1,4 +1,4 @@
-//! The choice of the engine that a process uses.
+//! Selects the engine of a process.
 
 use std::sync::Arc;
 
@@ -8,20 +8,20 @@ use super::{IoEngine, PsyncEngine};
 use crate::error::{Error, Kind, Result};
 use crate::process::PerProcess;
 
-/// The environment variable that overrides the choice. Its values are `uring` and `pread`.
+/// The environment variable that overrides the selection. Its values are `uring` and `pread`.
 const ENGINE_VARIABLE: &str = "EMBCACHE_IO";
 
-/// The wanted limit of open files of a process, since each segment of each table is one.
+/// The requested limit of open files of a process, since each segment of each table is one.
 const OPEN_FILE_LIMIT: u64 = 1 << 16;
 
 static PROCESS_ENGINE: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
 
-/// The engine of this process. It is `io_uring` where the system permits that (a ring was made, and a read through it succeeded),
-/// and plain `pread` otherwise, which is logged. The environment variable `EMBCACHE_IO` (`uring` or `pread`) overrides the choice.
-/// [`IoEngine::name`] tells which one it is. A forked child gets an engine of its own. The first call raises the process's limit of
-/// open files as far as the system permits.
+/// Returns the engine of this process: `io_uring` if available (a ring was created, and a read through it succeeded),
+/// and plain `pread` otherwise, which is logged. The environment variable `EMBCACHE_IO` (`uring` or `pread`) overrides
+/// the selection. [`IoEngine::name`] identifies it. A forked child gets its own engine. The first call raises the
+/// process's limit of open files as far as permitted.
 ///
-/// Errors: `Config` for another value of the variable; `Unsupported` when it asks for `io_uring` and the system refuses.
+/// Errors: `Config` for another value of the variable; `Unsupported` if it requests `io_uring` and that is unavailable.
 pub fn default_engine() -> Result<Arc<dyn IoEngine>> {
     let make = || {
         raise_file_limit();
@@ -30,17 +30,17 @@ pub fn default_engine() -> Result<Arc<dyn IoEngine>> {
     PROCESS_ENGINE.get(make).cloned()
 }
 
-/// Raise this process's soft limit of open files towards the administrator's hard limit. The usual 1024 is too few for some tables.
+/// Raises this process's soft limit of open files towards the hard limit. The usual 1024 is too low for some tables.
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     let wanted = limit.maximum.map_or(OPEN_FILE_LIMIT, |most| most.min(OPEN_FILE_LIMIT));
     if limit.current.is_some_and(|now| now < wanted) {
-        // Where this is refused, opening a file fails later with an error that names the file and the errno.
+        // If this fails, opening a file fails later with an error that names the file and the errno.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum: limit.maximum });
     }
 }
 
-/// The engine for a value of the environment variable.
+/// Returns the engine for a value of the environment variable.
 fn choose_engine(requested: Option<&str>) -> Result<Arc<dyn IoEngine>> {
     match requested {
         None | Some("") => Ok(uring_engine().unwrap_or_else(|refused| {

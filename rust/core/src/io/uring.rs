@@ -1,4 +1,4 @@
-//! Batches of reads through `io_uring`: many reads are in flight for one system call.
+//! Batches of reads through `io_uring`: one system call submits and completes many reads.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -21,25 +21,25 @@ use crate::sync::lock;
 
 /// Reads in flight on one ring. A block device's queue usually has 256 entries, so two rings fill it.
 const DEPTH: usize = 128;
-/// Rings of an engine, so that several tables read at once.
+/// Rings of an engine, so that several tables read at the same time.
 const RINGS: usize = 4;
-/// Completions to wait for in one system call. So few keep the device's queue full.
+/// Number of completions to wait for in one system call. It is small enough to keep the device's queue full.
 const MIN_COMPLETIONS: usize = 16;
 /// Bytes of a ring's memory for reads in flight: 32 KiB for each of [`DEPTH`] reads.
 const ARENA_BYTES: usize = 4 << 20;
-/// A read whose sectors have at most this many bytes uses the ring's memory. A larger one gets a buffer of its own.
+/// A read whose sectors have at most this many bytes uses the ring's memory. A larger one gets its own buffer.
 const LARGEST_PIECE: usize = 256 << 10;
-/// The most bytes of large reads of a batch in flight together. A single large read may have more.
+/// Maximum total bytes of a batch's large reads in flight. A single large read may exceed it.
 const LARGE_BYTES: usize = 16 << 20;
-/// The most bytes of large buffers that a ring keeps for the next batch.
+/// Maximum bytes of large buffers that a ring keeps for the next batch.
 const KEPT_BYTES: usize = 4 << 20;
 
 /// The engine that reads batches through `io_uring`, and does everything else by plain system calls.
 pub type UringEngine = DiskEngine<UringReader>;
 
 impl UringEngine {
-    /// An engine that asks for `O_DIRECT` if `direct` says so. `Kind::Unsupported` where the system refuses `io_uring` or a read
-    /// through it.
+    /// Creates an engine that requests `O_DIRECT` if `direct` is true. `Kind::Unsupported` if `io_uring` or a read
+    /// through it is not permitted.
     pub fn new(direct: bool) -> Result<Self> {
         Ok(Self::with_reader(UringReader::new()?, direct))
     }
@@ -48,10 +48,10 @@ impl UringEngine {
 /// Reads batches through one of a few rings.
 #[derive(Debug)]
 pub struct UringReader {
-    /// Each ring is made when it is first used. A ring that failed is dropped, and made again.
+    /// Each ring is created on first use. A ring that failed is dropped, and created again.
     rings: [Mutex<Option<UringRing>>; RINGS],
     next_ring: AtomicUsize,
-    /// Whether a ring has failed, which the log says once.
+    /// True if a ring has failed, which is logged once.
     has_failed: AtomicBool,
 }
 
@@ -68,7 +68,7 @@ struct InFlightRead<'a> {
     file: &'a DiskFile,
     cover: SectorRead,
     memory: InFlightMemory,
-    /// When the system was asked for it.
+    /// Time of submission.
     submitted_at: Instant,
 }
 
@@ -98,7 +98,8 @@ impl UringRing {
         Ok(Self { queues, arena, kept_buffers: Vec::new() })
     }
 
-    /// A buffer of at least `bytes`. `Kind::Memory` where the system refuses a new one even without the memory reserve.
+    /// Returns a buffer of at least `bytes`. `Kind::Memory` if the allocation of a new one fails, even after releasing
+    /// the memory reserve.
     fn large_buffer(&mut self, bytes: usize) -> Result<AlignedBuf> {
         match self.kept_buffers.iter().position(|buffer| buffer.len() >= bytes) {
             Some(found) => Ok(self.kept_buffers.swap_remove(found)),
@@ -114,26 +115,27 @@ impl UringRing {
     }
 }
 
-/// A batch on one ring. Dropping it waits for the reads in flight, because the kernel writes to the ring's memory until they
-/// complete. (They are in flight at the drop when the sink panics.)
+/// A batch on one ring. Dropping it waits for the reads in flight, because the kernel writes to the ring's memory until
+/// they complete. (Reads are in flight at the drop if the sink panics.)
 struct UringBatch<'a, 'r> {
     ring: &'r mut UringRing,
     flights: Vec<Option<InFlightRead<'a>>>,
     free: Vec<u32>,
-    /// Requests pushed whose completion has not been taken.
+    /// Pushed requests whose completion has not been taken.
     pending: usize,
     process: u32,
     large_bytes: usize,
     /// Completions taken from the ring: slot and result.
     taken: Vec<(u32, i32)>,
-    /// When the last system call ended. The clock is read once for each, because a read costs little more than the clock does.
+    /// Time at the end of the last system call. The clock is read once per call, because a read costs little more than
+    /// that.
     now: Instant,
 }
 
 impl<'a, 'r> UringBatch<'a, 'r> {
     fn new(ring: &'r mut UringRing, reads: usize) -> Self {
         let depth = reads.min(DEPTH) as u32;
-        // After a run whose sink panicked, pieces are still marked as taken. None of them is in flight.
+        // After a batch whose sink panicked, pieces are still marked as taken. None of them is in flight.
         ring.arena.clear();
         Self {
             ring,
@@ -155,7 +157,7 @@ impl<'a, 'r> UringBatch<'a, 'r> {
         }
     }
 
-    /// Put the unread part of a flight into the submission queue.
+    /// Adds the unread part of a flight to the submission queue.
     fn push(&mut self, slot: u32) {
         let Some(flight) = &mut self.flights[slot as usize] else { return };
         let memory = Self::memory(self.ring, flight).wrapping_add(flight.cover.bytes_read);
@@ -164,15 +166,15 @@ impl<'a, 'r> UringBatch<'a, 'r> {
             .offset(flight.cover.start + flight.cover.bytes_read as u64)
             .build()
             .user_data(u64::from(slot));
-        // SAFETY: `memory` has room for `bytes`. It belongs to the ring or to this flight and stays there until the completion,
-        // because Run's drop waits for that. The descriptor stays open because the batch's `Read`, which outlives the run, holds
-        // the file.
+        // SAFETY: `memory` has space for `bytes`. It belongs to the ring or to this flight and stays there until the
+        // completion, because the drop of `UringBatch` waits for that. The descriptor stays open because the batch's
+        // `IoReadRequest`, which outlives the `UringBatch`, owns the file.
         let pushed = unsafe { self.ring.queues.submission().push(&entry) };
         debug_assert!(pushed.is_ok(), "the queue has an entry a slot");
         self.pending += 1;
     }
 
-    /// Submit what is queued, and wait for at least `want` completions. After an error the ring is of no use.
+    /// Submits the queue, and waits for at least `want` completions. After an error the ring is unusable.
     fn enter(&mut self, want: usize) -> io::Result<()> {
         loop {
             let Err(error) = self.ring.queues.submit_and_wait(want) else { return Ok(()) };
@@ -190,20 +192,21 @@ impl<'a, 'r> UringBatch<'a, 'r> {
         }
     }
 
-    /// Take the completions that have arrived.
+    /// Takes the completions that have arrived.
     fn take_completions(&mut self) {
         self.taken.clear();
         self.taken.extend(self.ring.queues.completion().map(|done| (done.user_data() as u32, done.result())));
         self.pending -= self.taken.len();
     }
 
-    /// Start reads until there is no more slot, no more of the ring's memory, or too many bytes in large buffers.
+    /// Starts reads until the slots or the ring's memory are exhausted, or large buffers have too many bytes.
     fn fill(&mut self, reads: &'a [IoReadRequest], next: &mut usize, sink: &mut ReadSink<'_>) {
         while let (Some(&slot), Some(read)) = (self.free.last(), reads.get(*next)) {
             let Some(file) =
                 read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_opened_by(self.process))
             else {
-                // A file of another engine reads by itself. So does one of the process that this one was forked from; it refuses.
+                // A file of another engine is read separately. A file of the process that this one was forked from is
+                // too; it returns an error.
                 let mut data = vec![0; read.len];
                 let done = read.file.read_at(read.offset, &mut data);
                 sink(*next, done.map(|()| &data[..]), Duration::ZERO);
@@ -222,7 +225,7 @@ impl<'a, 'r> UringBatch<'a, 'r> {
                 }
                 let buffer = match self.ring.large_buffer(cover.span) {
                     Ok(buffer) => buffer,
-                    // A large buffer that is in flight comes back later.
+                    // A large buffer that is in flight becomes available later.
                     Err(_) if self.large_bytes > 0 => return,
                     Err(refused) => {
                         sink(*next, Err(refused), Duration::ZERO);
@@ -233,7 +236,7 @@ impl<'a, 'r> UringBatch<'a, 'r> {
                 self.large_bytes += buffer.len();
                 InFlightMemory::Large(buffer)
             } else {
-                // While nothing is in flight there is room for one piece at least.
+                // While nothing is in flight there is space for at least one piece.
                 let Some(start) = self.ring.arena.take(cover.span) else { return };
                 InFlightMemory::Piece(start)
             };
@@ -245,7 +248,8 @@ impl<'a, 'r> UringBatch<'a, 'r> {
         }
     }
 
-    /// Handle the completion, with `result`, of the flight in `slot`: go on reading, or hand the read to the sink.
+    /// Handles the completion, with `result`, of the flight in `slot`: continues reading, or passes the read to the
+    /// sink.
     fn complete(&mut self, slot: u32, result: i32, sink: &mut ReadSink<'_>) {
         let Some(flight) = &mut self.flights[slot as usize] else { return };
         let step = match result {
@@ -263,8 +267,8 @@ impl<'a, 'r> UringBatch<'a, 'r> {
         let outcome = if step == SectorReadStep::Done {
             let (skip, len) = (cover.skip, cover.len);
             let memory = Self::memory(self.ring, &flight).wrapping_add(skip).cast_const();
-            // SAFETY: the kernel has written these bytes and completed the request. Nobody writes to them again until this piece or
-            // buffer is reused, which happens after the sink has returned.
+            // SAFETY: the kernel has written these bytes and completed the request. They are not written again until
+            // this piece or buffer is reused, which happens after the sink has returned.
             Ok(unsafe { std::slice::from_raw_parts(memory, len) })
         } else if result < 0 {
             Err(Error::io("read", super::IoFile::path(flight.file), &io::Error::from_raw_os_error(-result)))
@@ -281,13 +285,13 @@ impl<'a, 'r> UringBatch<'a, 'r> {
         }
     }
 
-    /// Hand every read of the batch to the sink. After an error some reads were left out, and the ring is of no use.
+    /// Passes every read of the batch to the sink. After an error some reads were skipped, and the ring is unusable.
     fn read_all(&mut self, reads: &'a [IoReadRequest], sink: &mut ReadSink<'_>) -> io::Result<()> {
         let mut next = 0;
         loop {
             self.fill(reads, &mut next, sink);
             if self.pending == 0 {
-                // Reads are left over only if the ring's memory had to be abandoned before.
+                // Reads are left over only if the ring's memory had to be leaked before.
                 return if next == reads.len() { Ok(()) } else { Err(io::ErrorKind::OutOfMemory.into()) };
             }
             self.enter(self.pending.min(MIN_COMPLETIONS))?;
@@ -306,7 +310,7 @@ impl Drop for UringBatch<'_, '_> {
     fn drop(&mut self) {
         while self.pending > 0 {
             if self.enter(self.pending).is_err() {
-                // Nobody can tell when the kernel is done with this memory, so it stays mapped for ever.
+                // It is unknown when the kernel is done with this memory, so it is leaked.
                 self.ring.arena.leak();
                 std::mem::take(&mut self.flights)
                     .into_iter()
@@ -336,7 +340,7 @@ impl UringReader {
         Ok(Self { rings, next_ring: AtomicUsize::new(0), has_failed: AtomicBool::new(false) })
     }
 
-    /// Call `run` with a ring that nobody uses. If all are in use, wait for one of them, in turn.
+    /// Calls `run` with an unused ring. If all are in use, waits for one of them, round-robin.
     fn with_ring<T>(&self, run: impl FnOnce(&mut Option<UringRing>) -> T) -> T {
         let turn = self.next_ring.fetch_add(1, Ordering::Relaxed);
         for ahead in 0..RINGS {
@@ -350,12 +354,12 @@ impl UringReader {
     }
 }
 
-/// Do a read through the ring. A sandbox may permit to make a ring and refuse to use it.
+/// Runs a read through the ring. A sandbox may permit creating a ring and reject using it.
 fn probe(ring: &mut UringRing) -> io::Result<()> {
     let zeros = std::fs::File::open("/dev/zero")?;
     let entry = opcode::Read::new(types::Fd(zeros.as_raw_fd()), ring.arena.ptr_at(0), 8).build();
-    // SAFETY: the memory and the descriptor live until the completion is taken below. (A read of /dev/zero completes as it is
-    // submitted, so none is in flight after an error.)
+    // SAFETY: the memory and the descriptor live until the completion is taken below. (A read of /dev/zero completes as
+    // it is submitted, so none is in flight after an error.)
     unsafe { ring.queues.submission().push(&entry) }.map_err(io::Error::other)?;
     while let Err(e) = ring.queues.submit_and_wait(1) {
         if e.kind() != io::ErrorKind::Interrupted {
@@ -376,8 +380,7 @@ impl BatchReader for UringReader {
 
     fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         self.with_ring(|slot| {
-            // Completions come in any order. After a failure of the ring, each read that was not handed over is done in another
-            // way.
+            // Completions arrive in any order. After a failure of the ring, each remaining read uses plain calls.
             let mut handed = vec![false; reads.len()];
             let mut marking = |position: usize, outcome: Result<&[u8]>, took: Duration| {
                 handed[position] = true;
@@ -395,8 +398,8 @@ impl BatchReader for UringReader {
             if !self.has_failed.swap(true, Ordering::Relaxed) {
                 tracing::warn!("reads go through pread as long as a ring of io_uring cannot be had or used: {error}");
             }
-            // There is no ring now, for want of memory or descriptors, or by a sandbox's rules. What it left out is read by plain
-            // calls.
+            // Creating or using the ring failed, for lack of memory or descriptors, or because of a sandbox. The
+            // remaining reads use plain calls.
             *slot = None;
             read_serially(reads.iter().enumerate().filter(|(position, _)| !handed[*position]), sink);
         });

@@ -1,4 +1,4 @@
-//! The optimizers whose moments are corrected by the table's step: Adam and those that were made from it.
+//! The optimizers whose moments are corrected by the table's step: Adam and its variants.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // See `simd`.
 
@@ -7,7 +7,7 @@ use super::rows::RowStore;
 use crate::simd::{FloatLanes, by_lanes};
 use crate::types::CacheSlot;
 
-/// The numbers of an update, in float32. Those that depend on the step are computed in float64, once an update.
+/// The constants of an update, in float32. Those that depend on the step are computed in float64, once per update.
 #[derive(Clone, Copy)]
 struct AdamConstants {
     lr: f32,
@@ -15,7 +15,7 @@ struct AdamConstants {
     weight_decay: f32,
     beta1: f32,
     beta2: f32,
-    /// 1 − β₁ and 1 − β₂, the shares of the new gradient in the moments.
+    /// 1 − β₁ and 1 − β₂, the weights of the new gradient in the moments.
     fresh1: f32,
     fresh2: f32,
     /// The bias corrections 1 / (1 − β₁ᵗ) and 1 / (1 − β₂ᵗ).
@@ -40,7 +40,7 @@ impl AdamConstants {
     }
 }
 
-/// `base` to the power of `exponent`, by repeated squaring. A platform's own function may round in another way.
+/// `base` to the power of `exponent`, by repeated squaring. The platform's function may round differently.
 fn power(base: f64, exponent: u64) -> f64 {
     let (mut result, mut square, mut left) = (1.0, base, exponent);
     while left > 0 {
@@ -83,8 +83,8 @@ impl<const DECOUPLED: bool> RowUpdate for AdamUpdate<DECOUPLED> {
             FloatLanes::splat(numbers.correction2),
         );
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
-            // floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that each part of the row and the
+            // gradient have `dim` floats.
             unsafe {
                 let w = FloatLanes::load_first(weights.add(at), count);
                 let mut g = FloatLanes::load_first(gradient.add(at), count);
@@ -106,7 +106,7 @@ impl<const DECOUPLED: bool> RowUpdate for AdamUpdate<DECOUPLED> {
     }
 }
 
-/// Adam with one second moment for the whole row, and decoupled weight decay.
+/// Adam with one second moment per row, and decoupled weight decay.
 #[derive(Clone, Copy)]
 pub(super) struct PartialRowWiseAdamUpdate(AdamConstants);
 
@@ -126,12 +126,13 @@ impl RowUpdate for PartialRowWiseAdamUpdate {
         let (weights, firsts) = (rows.weights(slot), rows.vector_slot(0, slot));
         let mut squares = FloatLanes::splat(0.0);
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise the gradient has `dim` floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that the gradient has `dim` floats.
             let g = unsafe { FloatLanes::load_first(gradient.add(at), count) };
             squares = squares + g * g;
         });
         let second = rows.scalar(slot);
-        // SAFETY: by the caller's promise the slot is valid and nobody else uses its row, so its scalar may be read and written.
+        // SAFETY: the caller guarantees that the slot is valid and no other code uses its row, so its scalar may be
+        // read and written.
         let root = unsafe {
             *second = numbers.beta2 * *second + numbers.fresh2 * (squares.sum() / dim as f32);
             (*second * numbers.correction2).sqrt() + numbers.eps
@@ -139,8 +140,8 @@ impl RowUpdate for PartialRowWiseAdamUpdate {
         let (beta1, fresh1) = (FloatLanes::splat(numbers.beta1), FloatLanes::splat(numbers.fresh1));
         let multiplier = FloatLanes::splat(numbers.correction1 / root);
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
-            // floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that each part of the row and the
+            // gradient have `dim` floats.
             unsafe {
                 let w = FloatLanes::load_first(weights.add(at), count);
                 let g = FloatLanes::load_first(gradient.add(at), count);
@@ -153,7 +154,7 @@ impl RowUpdate for PartialRowWiseAdamUpdate {
     }
 }
 
-/// LAMB: the direction of `AdamW`, stretched to the norm of the row's weights.
+/// LAMB: the direction of `AdamW`, scaled to the norm of the row's weights.
 #[derive(Clone, Copy)]
 pub(super) struct LambUpdate(AdamConstants);
 
@@ -162,8 +163,8 @@ impl LambUpdate {
         Self(AdamConstants::new(numbers, step))
     }
 
-    /// The direction of some columns, from their updated moments. It is 0 where the root of the second moment and `eps` are 0, as
-    /// in the lanes behind a row's end: the sum of squares over a row is not to count those.
+    /// The direction of some columns, from their updated moments. It is 0 if the root of the second moment and `eps`
+    /// are 0, as in the lanes after a row's end, which must not count in the sum of squares over a row.
     #[inline(always)]
     fn direction(&self, first: FloatLanes, second: FloatLanes, w: FloatLanes) -> FloatLanes {
         let numbers = &self.0;
@@ -185,8 +186,8 @@ impl RowUpdate for LambUpdate {
         let (beta2, fresh2) = (FloatLanes::splat(numbers.beta2), FloatLanes::splat(numbers.fresh2));
         let (mut of_weights, mut of_direction) = (FloatLanes::splat(0.0), FloatLanes::splat(0.0));
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
-            // floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that each part of the row and the
+            // gradient have `dim` floats.
             unsafe {
                 let w = FloatLanes::load_first(weights.add(at), count);
                 let g = FloatLanes::load_first(gradient.add(at), count);
@@ -202,7 +203,8 @@ impl RowUpdate for LambUpdate {
         let trust = trust_ratio(of_weights.sum(), of_direction.sum());
         let multiplier = FloatLanes::splat(numbers.lr * trust);
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row has `dim` floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that each part of the row has `dim`
+            // floats.
             unsafe {
                 let w = FloatLanes::load_first(weights.add(at), count);
                 let (first, second) =
@@ -213,8 +215,8 @@ impl RowUpdate for LambUpdate {
     }
 }
 
-/// The norm of the weights by that of the direction, from the sums of their squares. It is 1 where either is 0, so that a row of
-/// zeros can leave its place.
+/// The norm of the weights divided by the norm of the direction, from the sums of their squares. It is 1 if either is
+/// 0, so that a row of zeros can be updated.
 #[inline(always)]
 fn trust_ratio(of_weights: f32, of_direction: f32) -> f32 {
     if of_weights == 0.0 || of_direction == 0.0 { 1.0 } else { of_weights.sqrt() / of_direction.sqrt() }

@@ -1,4 +1,4 @@
-//! The backward. It goes by distinct row and has the optimizer fused into it.
+//! The backward pass by distinct row, fused with the optimizer.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // See `simd`.
 
@@ -23,20 +23,21 @@ use crate::types::{CacheSlot, NO_SLOT};
 const ROWS_AHEAD: usize = 8;
 /// A row is prefetched this many occurrences before its dot product.
 const OCCURRENCES_AHEAD: usize = 12;
-/// So many gradients of a row are summed one after another. The sums of such parts are then summed one after another. So several programs of
-/// a GPU can sum those of a frequent row, and give the same bits.
+/// Number of gradients of a row that are summed one after another. The sums of such parts are then summed one after
+/// another. So several GPU programs can sum the gradients of a frequent row, with bitwise identical results.
 const OCCURRENCES_OF_A_PART: usize = 256;
-/// The cost of updating a distinct row besides summing its occurrences, in occurrences. The row comes from memory.
+/// The cost of updating a distinct row in addition to summing its occurrences, in occurrences. The row comes from
+/// memory.
 const ROW_COST: u64 = 4;
 
-/// Sum each distinct row's gradient in the order of its occurrences, by parts of 256, and then update the row once.
+/// Sums each distinct row's gradient in the order of its occurrences, in parts of 256, and then updates the row once.
 ///
 /// # Safety
-/// Every slot of `index` is valid in `rows` and occurs in `index` once, and nobody else uses these rows during the call. The
-/// occurrences of `index` are within `gradient`, and each has its `D` floats there.
+/// Every slot of `index` is valid in `rows` and occurs in `index` once, and no other code uses these rows during the
+/// call. The occurrences of `index` are within `gradient`, and each has its `D` floats there.
 ///
 /// # Panics
-/// Panics when the lengths of the parts of `index` do not fit each other.
+/// Panics if the lengths of the parts of `index` do not match.
 pub unsafe fn backward<R: RowStore>(
     rows: &R,
     index: &TransposedIndex,
@@ -48,10 +49,10 @@ pub unsafe fn backward<R: RowStore>(
     unsafe { backward_on(InstructionSet::best(), rows, index, gradient, optimizer, threads) };
 }
 
-/// Does what [`backward`] does, on a given instruction set.
+/// Like [`backward`], on a given instruction set.
 ///
 /// # Safety
-/// That of [`backward`].
+/// See [`backward`].
 pub(super) unsafe fn backward_on<R: RowStore>(
     isa: InstructionSet,
     rows: &R,
@@ -74,8 +75,8 @@ pub(super) unsafe fn backward_on<R: RowStore>(
     }
 }
 
-/// Sum the gradients of each of the distinct rows at the positions `positions` as [`backward`] does, and add these sums up exactly, column by
-/// column: `[D × EXACT_PLACES]`.
+/// Sums the gradients of each of the distinct rows at the positions `positions` like [`backward`], and adds these sums
+/// up exactly, column by column: `[D × EXACT_PLACES]`.
 ///
 /// # Safety
 /// The occurrences of `index` are within `gradient`, and each has its `dim` floats there.
@@ -97,10 +98,10 @@ pub(crate) unsafe fn add_up_exactly(
     all.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Update one row, whose `values` are those of the layout and its scalar slot last, by its gradient `[D]`.
+/// Updates one row, whose `values` are those of the layout with its scalar slot last, by its gradient `[D]`.
 ///
 /// # Panics
-/// Panics when the lengths do not fit the layout.
+/// Panics if the lengths do not match the layout.
 pub(crate) fn update_row(layout: RowLayout, values: &mut [f32], gradient: &[f32], optimizer: &OptimizerStep) {
     assert!(values.len() == layout.floats() && gradient.len() == layout.dim, "the row is of another layout");
     let start = values.as_mut_ptr();
@@ -112,20 +113,21 @@ pub(crate) fn update_row(layout: RowLayout, values: &mut [f32], gradient: &[f32]
         scalars: start.wrapping_add(layout.vector_floats()),
     };
     let index = TransposedIndex { slots: vec![0], starts: vec![0, 1], occurrences: vec![0] };
-    // SAFETY: slot 0 is the one row, of which the layout says which parts there are, and the borrow of `values` keeps everybody else
-    // out. Its one occurrence has `dim` floats.
+    // SAFETY: slot 0 is the only row, whose parts match the layout, and `values` is borrowed exclusively. Its one
+    // occurrence has `dim` floats.
     unsafe { backward(&rows, &index, &GradientView::Sequence { grad: gradient }, optimizer, 1) };
 }
 
-/// The gradient of the per-sample weights: `out[i] = scale[i] × dot(gradient of occurrence i, row of slots[i])`, with the row as it
-/// is before the update; for `NO_SLOT` it is `absent`, which is `[D]`, or zeros. `gradient` comes from [`super::PooledGradient::of_weights`], and `out` is `[N]` float32.
+/// The gradient of the per-sample weights: `out[i] = scale[i] × dot(gradient of occurrence i, row of slots[i])`, with
+/// the row before the update; for `NO_SLOT` it is `absent`, which is `[D]`, or zeros. `gradient` comes from
+/// [`super::PooledGradient::of_weights`], and `out` is `[N]` float32.
 ///
 /// # Safety
-/// That of [`super::forward_pooled`]. Besides, the first `N` occurrences of `gradient` are those of `slots`, and each has its `D`
-/// floats there.
+/// See [`super::forward_pooled`]. In addition, the first `N` occurrences of `gradient` are those of `slots`, and each
+/// has its `D` floats there.
 ///
 /// # Panics
-/// Panics when `out` and `slots` differ in length.
+/// Panics if `out` and `slots` differ in length.
 pub unsafe fn weight_gradient<R: RowStore>(
     rows: &R,
     slots: &[CacheSlot],
@@ -138,10 +140,10 @@ pub unsafe fn weight_gradient<R: RowStore>(
     unsafe { weight_gradient_on(InstructionSet::best(), rows, slots, absent, gradient, out, threads) };
 }
 
-/// Does what [`weight_gradient`] does, on a given instruction set.
+/// Like [`weight_gradient`], on a given instruction set.
 ///
 /// # Safety
-/// That of [`weight_gradient`].
+/// See [`weight_gradient`].
 pub(super) unsafe fn weight_gradient_on<R: RowStore>(
     isa: InstructionSet,
     rows: &R,
@@ -166,18 +168,19 @@ pub(super) unsafe fn weight_gradient_on<R: RowStore>(
     );
 }
 
-/// A [`GradientView`] as addresses, in one form for all its cases. A branch on a null address goes the same way for a whole call.
+/// A [`GradientView`] as addresses, in one form for all its cases. A branch on a null address is the same for an entire
+/// call.
 #[derive(Clone, Copy)]
 struct GradientSource {
     grad: *const f32,
-    /// Where each occurrence's gradient starts. Null where that of occurrence `i` starts at `i × dim`.
+    /// The start of each occurrence's gradient. If null, the gradient of occurrence `i` starts at `i × dim`.
     starts: *const u32,
-    /// The factor of each occurrence. Null where all are 1.
+    /// The factor of each occurrence. Null if all are 1.
     scale: *const f32,
     dim: usize,
 }
 
-// SAFETY: nobody writes through these addresses, which are those of slices that outlive the call.
+// SAFETY: no code writes through these addresses, which belong to slices that outlive the call.
 unsafe impl Sync for GradientSource {}
 // SAFETY: the slices belong to no thread, and outlive the call.
 unsafe impl Send for GradientSource {}
@@ -197,7 +200,7 @@ impl GradientSource {
         }
     }
 
-    /// The address at which the gradient of the occurrence at `position` starts.
+    /// Returns the address of the gradient of the occurrence at `position`.
     ///
     /// # Safety
     /// `position` is the position of an occurrence of the gradient.
@@ -207,32 +210,35 @@ impl GradientSource {
         let start = if self.starts.is_null() {
             position * self.dim
         } else {
-            // SAFETY: the caller promises that `position` is an occurrence, and each occurrence has a start.
+            // SAFETY: the caller guarantees that `position` is an occurrence, and each occurrence has a start.
             unsafe { *self.starts.add(position) as usize }
         };
         self.grad.wrapping_add(start)
     }
 
-    /// `count` columns of an occurrence's gradient from column `at` on, scaled.
+    /// Returns `count` columns of an occurrence's gradient, starting at column `at`, scaled.
     ///
     /// # Safety
-    /// That of [`Source::at`], with `at + count` at most the row's width.
+    /// See [`GradientSource::at`]. `at + count` is at most the row's width.
     #[inline(always)]
     unsafe fn columns<C: ColumnLanes>(&self, position: u32, at: usize, count: usize) -> C {
-        // SAFETY: by the caller's promise the occurrence has its `dim` floats in the gradient, and a scale unless that is null.
+        // SAFETY: the caller guarantees that the occurrence has its `dim` floats in the gradient, and a scale unless
+        // that is null.
         unsafe {
             let value = C::load(self.at(position).add(at), count);
             if self.scale.is_null() { value } else { value.times(*self.scale.add(position as usize)) }
         }
     }
 
-    /// Write the sum of the gradients of `occurrences`, in `count` columns from column `at` on, to `sum`.
+    /// Writes the sum of the gradients of `occurrences`, in `count` columns starting at column `at`, to `sum`.
     ///
     /// # Safety
-    /// That of [`Source::columns`] for each occurrence, of which there is one at least. `sum` has room for all of `C` from `at` on.
+    /// See [`GradientSource::columns`], for each occurrence, of which there is at least one. `sum` has capacity for all
+    /// of `C` at `at`.
     #[inline(always)]
     unsafe fn sum_columns<C: ColumnLanes>(&self, occurrences: &[u32], at: usize, count: usize, sum: *mut f32) {
-        // SAFETY: by the caller's promise each occurrence is in the gradient, and `sum` has room for `C` from `at` on.
+        // SAFETY: the caller guarantees that each occurrence is in the gradient, and `sum` has capacity for `C` at
+        // `at`.
         unsafe {
             let (first, others) = occurrences.split_at(occurrences.len().min(OCCURRENCES_OF_A_PART));
             let mut columns: C = self.sum_part(first, at, count);
@@ -243,15 +249,17 @@ impl GradientSource {
         }
     }
 
-    /// The sum of the gradients of `occurrences`, one after another, in `count` columns from column `at` on.
+    /// Returns the sum of the gradients of `occurrences`, one after another, in `count` columns starting at column
+    /// `at`.
     ///
     /// # Safety
-    /// That of [`Source::columns`] for each occurrence, of which there is one at least.
+    /// See [`GradientSource::columns`], for each occurrence, of which there is at least one.
     #[inline(always)]
     unsafe fn sum_part<C: ColumnLanes>(&self, occurrences: &[u32], at: usize, count: usize) -> C {
-        // SAFETY: by the caller's promise each occurrence is in the gradient.
+        // SAFETY: the caller guarantees that each occurrence is in the gradient.
         unsafe {
-            // The sum starts with the first gradient and not with zero, so that the gradient of a single occurrence keeps its bits.
+            // The sum starts with the first gradient and not with zero, so that the gradient of a single occurrence is
+            // bitwise unchanged.
             let mut columns: C = self.columns(occurrences[0], at, count);
             for &position in &occurrences[1..] {
                 columns = columns.plus(self.columns(position, at, count));
@@ -260,15 +268,15 @@ impl GradientSource {
         }
     }
 
-    /// The sum of the gradients of `occurrences`, of which there is one at least. It is written to `sum`, unless it is the unscaled
-    /// gradient of one occurrence, which is returned in place.
+    /// Returns the sum of the gradients of `occurrences`, of which there is at least one. It is written to `sum`,
+    /// unless it is the unscaled gradient of one occurrence, which is returned without a copy.
     ///
     /// # Safety
-    /// Each occurrence is one of the gradient, and `sum` has room for `dim` floats in whole lanes.
+    /// Each occurrence is in the gradient, and `sum` has capacity for `dim` floats rounded up to whole lanes.
     #[inline(always)]
     unsafe fn sum(&self, occurrences: &[u32], sum: *mut f32) -> *const f32 {
-        // SAFETY: the occurrences are the caller's promise. Every step below is within `dim`, or within the last whole lanes of
-        // `sum`.
+        // SAFETY: the caller guarantees the occurrences. Every step below is within `dim`, or within the last whole
+        // lanes of `sum`.
         unsafe {
             if occurrences.len() == 1 && self.scale.is_null() {
                 return self.at(occurrences[0]);
@@ -337,8 +345,8 @@ impl<R: RowStore, U: RowUpdate> SimdJob for UpdateJob<'_, R, U> {
             if slots[row] == NO_SLOT || occurrences.is_empty() {
                 continue;
             }
-            // SAFETY: the caller of `backward` promises that slots are valid and distinct and that occurrences are within the
-            // gradient. `sum` has `dim` floats in whole lanes.
+            // SAFETY: the caller of `backward` guarantees that slots are valid and distinct and that occurrences are
+            // within the gradient. `sum` has `dim` floats rounded up to whole lanes.
             unsafe {
                 let gradient = source.sum(occurrences, sum);
                 self.update.update(rows, slots[row], gradient, dim);
@@ -366,8 +374,8 @@ impl SimdJob for SumJob<'_> {
             let starts = &self.index.starts[row as usize..];
             let occurrences = &self.index.occurrences[starts[0] as usize..starts[1] as usize];
             if !occurrences.is_empty() {
-                // SAFETY: the caller of `add_up` promises that occurrences are within the gradient. `sum` has `dim` floats in whole
-                // lanes, and nobody writes it while the slice is read.
+                // SAFETY: the caller of `add_up_exactly` guarantees that occurrences are within the gradient. `sum` has
+                // `dim` floats rounded up to whole lanes, and no thread writes it while the slice is read.
                 let row = unsafe { std::slice::from_raw_parts(self.source.sum(occurrences, sum), dim) };
                 add_row(self.sums, row);
             }
@@ -404,11 +412,11 @@ impl<R: RowStore> SimdJob for DotJob<'_, R> {
                 Some(self.rows.weights(slot).cast_const())
             };
             if let Some(row) = row {
-                // SAFETY: the caller of `weight_gradient` promises that this occurrence is within the gradient.
+                // SAFETY: the caller of `weight_gradient` guarantees that this occurrence is within the gradient.
                 let gradient = unsafe { self.source.at(position as u32) };
                 crate::simd::by_lanes!(dim, |at, count| {
-                    // SAFETY: the slot is valid or the row is the absent one, and `at + count` is at most `dim`, the width of the
-                    // rows and of the gradient.
+                    // SAFETY: the slot is valid or the row is the absent one, and `at + count` is at most `dim`, the
+                    // width of the rows and of the gradient.
                     unsafe {
                         products = products
                             + FloatLanes::load_first(gradient.add(at), count)
@@ -416,7 +424,7 @@ impl<R: RowStore> SimdJob for DotJob<'_, R> {
                     }
                 });
             }
-            // SAFETY: `scale` and `out` have a float for each position, and this thread alone was dealt this position.
+            // SAFETY: `scale` and `out` have a float for each position, and only this thread has this position.
             unsafe {
                 let scale = if self.source.scale.is_null() { 1.0 } else { *self.source.scale.add(position) };
                 *self.out.at(position) = products.sum() * scale;

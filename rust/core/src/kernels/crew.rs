@@ -1,8 +1,9 @@
-//! Threads that help with a call, and that the call does not wait for where they have not begun.
+//! Threads that help with a call. The call does not wait for threads that have not started.
 //!
-//! A thread of a pool may be busy, or may take long to wake up. So the threads that a call asks for come in by a door ([`Door`]). When the
-//! caller has ended its own part, all work is taken: it shuts the door, and waits only for those that are inside. A thread that comes
-//! later finds the door shut and does nothing, as does one that comes when the call has as many helpers as it wants.
+//! A pool thread may be busy, or may take long to wake up. So the threads that a call requests enter through a
+//! [`CallLatch`]. When the caller has finished its own part, all work is taken: it closes the latch, and waits only for
+//! the threads inside. A thread that arrives later finds the latch closed and does nothing, as does one that arrives
+//! when the call has its maximum number of helpers.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -23,16 +24,16 @@ impl WorkerSet {
         Self { threads }
     }
 
-    /// How many threads it has.
+    /// Number of threads.
     pub(super) fn size(&self) -> usize {
         self.threads.current_num_threads()
     }
 
-    /// Do `caller_work`, which is given a function that asks a thread of the pool to do `work` once. At most `most` threads do it at a time. No thread does
-    /// it when this returns.
+    /// Runs `caller_work`, which receives a function that requests a pool thread to run `work` once. At most `most`
+    /// threads run it at a time. No thread runs it when this returns.
     ///
     /// # Panics
-    /// With the panic of `caller_work`, or of a thread that helped.
+    /// Panics with the panic of `caller_work`, or of a helper thread.
     pub(super) fn run_with_helpers<R>(
         &self,
         most: usize,
@@ -45,7 +46,7 @@ impl WorkerSet {
             let way_in = way_in.clone();
             self.threads.spawn(move || way_in.run());
         });
-        // `help` is borrowed until here. No thread uses it after this.
+        // The borrow of `work` ends here. No thread uses it afterwards.
         drop(open);
         if let Some(panic) = way_in.latch.panic() {
             resume_unwind(panic);
@@ -54,7 +55,7 @@ impl WorkerSet {
     }
 }
 
-/// The way to the work of one call.
+/// A request to help with one call.
 #[derive(Clone)]
 struct HelperTask {
     latch: Arc<CallLatch>,
@@ -62,14 +63,14 @@ struct HelperTask {
 }
 
 impl HelperTask {
-    /// Do the work, unless the door to it is shut or the call has all its helpers.
+    /// Runs the work, unless its latch is closed or the call has all its helpers.
     fn run(&self) {
-        // SAFETY: the call borrows the work until its door is shut and nobody is inside. This runs inside.
+        // SAFETY: the call borrows the work until its latch is closed and no thread is inside. This runs inside.
         self.latch.enter(|| unsafe { self.work.run() });
     }
 }
 
-/// A door that is shut when this is dropped, also by a panic.
+/// Closes the latch when it is dropped, also by a panic.
 struct OpenLatch<'a>(&'a CallLatch);
 
 impl Drop for OpenLatch<'_> {
@@ -78,7 +79,7 @@ impl Drop for OpenLatch<'_> {
     }
 }
 
-/// What a thread does that helps.
+/// The work of a helper thread.
 #[derive(Clone, Copy)]
 struct HelperWork(*const (dyn Fn() + Sync));
 
@@ -86,24 +87,25 @@ impl HelperWork {
     fn of(work: &(dyn Fn() + Sync)) -> Self {
         let work: *const (dyn Fn() + Sync + '_) = work;
         #[allow(clippy::transmute_ptr_to_ptr)] // A cast may not change the lifetime.
-        // SAFETY: the types differ in a lifetime alone, of which a pointer promises nothing. `run` asks for what it needs.
+        // SAFETY: the types differ only in a lifetime, about which a pointer guarantees nothing. `run` states its
+        // requirements.
         Self(unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(work) })
     }
 
     /// # Safety
-    /// What this was made of is still borrowed.
+    /// The reference passed to `of` is still borrowed.
     unsafe fn run(self) {
-        // SAFETY: the caller promises that the reference from which the pointer came is valid.
+        // SAFETY: the caller guarantees that the reference behind the pointer is valid.
         unsafe { (*self.0)() }
     }
 }
 
-// SAFETY: what it points to is `Sync`, so that any thread may call it. Whoever does promises that it is there.
+// SAFETY: the referent is `Sync`, so any thread may call it. The caller of `run` guarantees that it is valid.
 unsafe impl Send for HelperWork {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for HelperWork {}
 
-/// The door to the work of one call.
+/// The latch of the work of one call.
 struct CallLatch {
     /// The number of threads that may be inside at a time.
     most: usize,
@@ -115,7 +117,7 @@ struct CallLatch {
 struct LatchState {
     is_closed: bool,
     threads: usize,
-    /// The first panic of one of them.
+    /// The first panic of a thread inside.
     panic: Option<Box<dyn Any + Send>>,
 }
 
@@ -124,7 +126,7 @@ impl CallLatch {
         Self { most, state: Mutex::default(), empty: Condvar::default() }
     }
 
-    /// Do `work` inside, unless the door is shut or `most` threads are inside.
+    /// Runs `work` inside, unless the latch is closed or `most` threads are inside.
     fn enter(&self, work: impl FnOnce()) {
         {
             let mut inside = lock(&self.state);
@@ -144,7 +146,7 @@ impl CallLatch {
         }
     }
 
-    /// Let nobody in any more, and wait until nobody is inside.
+    /// Closes the latch, and waits until no thread is inside.
     fn close(&self) {
         let mut inside = lock(&self.state);
         inside.is_closed = true;
@@ -153,7 +155,7 @@ impl CallLatch {
         }
     }
 
-    /// The panic of a thread that was inside.
+    /// Returns the panic of a thread that was inside.
     fn panic(&self) -> Option<Box<dyn Any + Send>> {
         lock(&self.state).panic.take()
     }
@@ -167,7 +169,7 @@ mod loom_tests {
 
     use super::*;
 
-    /// Whoever comes in leaves before the door is shut for good: what is behind it is gone then.
+    /// A thread that enters leaves before `close` returns: the work is freed then.
     #[test]
     fn loom_nobody_is_behind_a_door_that_is_shut() {
         loom::model(|| {
@@ -202,7 +204,7 @@ mod tests {
     fn a_call_waits_for_who_has_begun_and_for_nobody_else() {
         let crew = crew(1);
         let (begun, rest) = (Barrier::new(2), Barrier::new(2));
-        // The crew's only thread is busy with one call, so another one is served by its caller alone.
+        // The only thread of the set is busy with one call, so the other call is served only by its caller.
         crew.run_with_helpers(
             1,
             &|| {
@@ -243,7 +245,7 @@ mod tests {
             let all = Barrier::new(3);
             let help = || {
                 highest.fetch_max(inside.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
-                // The first two and the caller meet here. Meanwhile the other threads are refused.
+                // The first two and the caller meet here. The other threads are rejected in the meantime.
                 if came.fetch_add(1, Ordering::Relaxed) < 2 {
                     all.wait();
                 }

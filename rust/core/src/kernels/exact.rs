@@ -1,19 +1,19 @@
-//! Sums of float32 numbers that are exact, and so the same in any order: on any number of threads and of ranks.
+//! Exact sums of float32 values, which do not depend on the order, the number of threads or the number of ranks.
 //!
-//! A finite float32 is a whole number of 2⁻¹⁴⁹. A sum of them is kept in limbs of 32 bits that are added up without carrying, each in 64
-//! bits. So limbs of several sums can be added limb by limb, and 2³¹ numbers fit.
+//! A finite float32 is an integer multiple of 2⁻¹⁴⁹. A sum is stored in limbs of 32 bits that are added without
+//! carrying, each in 64 bits. So limbs of several sums can be added limb by limb, and 2³¹ values fit.
 
-/// Limbs of a sum, which hold the largest float32 and the smallest.
+/// Number of limbs of a sum, which covers the largest and the smallest float32.
 const LIMBS: usize = 9;
-/// Integers of the exact sum of one column: its limbs, the lowest first, and how many of the numbers were not finite.
+/// Integers of the exact sum of one column: its limbs, the lowest first, and the number of non-finite values.
 pub const EXACT_PLACES: usize = LIMBS + 1;
 
 const LIMB_BITS: u32 = 32;
 const MANTISSA_BITS: u32 = 23;
-/// The exponent field of numbers that are not finite.
+/// The exponent field of non-finite values.
 const NOT_FINITE: u32 = 0xff;
 
-/// Add a number to a sum.
+/// Adds a value to a sum.
 #[inline]
 fn add(sum: &mut [i64], number: f32) {
     let bits = number.to_bits();
@@ -33,14 +33,14 @@ fn add(sum: &mut [i64], number: f32) {
     sum[limb + 1] += sign * high;
 }
 
-/// Add a row of numbers to the sums of its columns: `[D × EXACT_PLACES]`, column after column.
+/// Adds a row to the sums of its columns: `[D × EXACT_PLACES]`, column after column.
 pub(crate) fn add_row(sums: &mut [i64], row: &[f32]) {
     for (sum, &number) in sums.as_chunks_mut::<EXACT_PLACES>().0.iter_mut().zip(row) {
         add(sum, number);
     }
 }
 
-/// Carry, so that each limb is within `0..2³²`. Returns what is left above the highest.
+/// Carries, so that each limb is within `0..2³²`. Returns the carry above the highest.
 fn carried(sum: &[i64], sign: i128, limbs: &mut [u32; LIMBS]) -> i128 {
     let mut carry = 0;
     for (limb, &place) in limbs.iter_mut().zip(sum) {
@@ -51,7 +51,7 @@ fn carried(sum: &[i64], sign: i128, limbs: &mut [u32; LIMBS]) -> i128 {
     carry
 }
 
-/// The float32 next to a sum, and of two that are equally near the even one; not a number where a number of the sum was not finite.
+/// The float32 nearest to a sum, ties to even. NaN if a value of the sum was not finite.
 fn rounded(sum: &[i64]) -> f32 {
     if sum[LIMBS] != 0 {
         return f32::NAN;
@@ -63,10 +63,10 @@ fn rounded(sum: &[i64]) -> f32 {
         above = carried(sum, -1, &mut limbs);
     }
     if above > 0 {
-        // The largest float32 is below what the limbs hold.
+        // The limbs cover values above the largest float32.
         return sign * f32::INFINITY;
     }
-    // The highest two limbs that are not empty, as one number, and the place of its lowest bit.
+    // The highest two limbs that are not zero, as one integer, and the position of its lowest bit.
     let highest = limbs.iter().rposition(|&limb| limb != 0).unwrap_or(0);
     let low = highest.saturating_sub(1);
     let high = if highest > low { u64::from(limbs[highest]) << LIMB_BITS } else { 0 };
@@ -75,14 +75,15 @@ fn rounded(sum: &[i64]) -> f32 {
     let dropped = (u64::BITS - number.leading_zeros()).saturating_sub(f64::MANTISSA_DIGITS);
     is_more |= number & ((1 << dropped) - 1) != 0;
     (number, place) = (number >> dropped, place + u64::from(dropped));
-    // A float64 holds it without rounding. Bits that were left out make it odd, so that the float32 is rounded as if they were there
-    // (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums"). Subnormal sums have one limb, and none left out.
+    // A float64 represents it without rounding. Omitted bits make it odd, so that the float32 is rounded as if they
+    // were included (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums"). Subnormal sums have
+    // one limb, and omit none.
     number |= u64::from(is_more);
     let unit = f64::from_bits((1023 - 149 + place) << (f64::MANTISSA_DIGITS - 1));
     sign * (number as f64 * unit) as f32
 }
 
-/// The float32 next to each of the sums: `[D]`.
+/// The float32 nearest to each of the sums: `[D]`.
 pub(crate) fn rounded_row(sums: &[i64]) -> Vec<f32> {
     sums.as_chunks::<EXACT_PLACES>().0.iter().map(|sum| rounded(sum)).collect()
 }
@@ -123,7 +124,7 @@ mod tests {
         let tiny = 2.0_f32.powi(-100);
         let half = 2.0_f32.powi(-24);
         let next = 1.0 + f32::EPSILON;
-        // Half of a unit is rounded to the even number. Anything beside it decides, however small.
+        // Half of a unit is rounded to the even value. Any additional value decides, however small.
         for (numbers, nearest) in [
             (vec![1.0, half], 1.0),
             (vec![1.0, half, tiny], next),
@@ -147,7 +148,7 @@ mod tests {
         let mut draw = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let bits = (state >> 32) as u32;
-            // Exponents around that of 1, so that the sum is neither that of one number nor infinite.
+            // Exponents near the exponent of 1, so that the sum is neither dominated by one value nor infinite.
             f32::from_bits(bits & 0x87ff_ffff | 0x3800_0000)
         };
         let numbers: Vec<f32> = (0..10_000).map(|_| draw()).collect();

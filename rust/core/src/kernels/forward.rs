@@ -1,4 +1,4 @@
-//! The forward: gather rows, and pool them.
+//! The forward pass: gathers rows, and pools them.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // See `simd`.
 
@@ -14,20 +14,21 @@ use crate::types::{CacheSlot, NO_SLOT};
 /// A row is prefetched this many occurrences before its use.
 const AHEAD: usize = 12;
 
-/// Sum or average the rows of each bag of one feature into columns `column..column + D` of the output.
+/// Sums or averages the rows of each bag of one feature into columns `column..column + D` of the output.
 ///
 /// - `slots`: `[N]`, the slot of each occurrence of this feature. `NO_SLOT` counts as the row `absent`.
 /// - `absent`: `[D]`, or `None` for zeros.
-/// - `offsets`: `[B + 1]`, where each bag starts in `slots`. The first is 0, the last N; they do not decrease. The caller checks this.
+/// - `offsets`: `[B + 1]`, the start of each bag in `slots`. The first is 0, the last N; they are non-decreasing. The
+///   caller checks this.
 /// - `weights`: `[N]` per-sample weights, or `None`.
-/// - `mean`: divide the sum by the bag's length. An empty bag is zeros.
+/// - `mean`: if true, divides the sum by the bag's length. An empty bag is zeros.
 /// - `out`: `[B, out_columns]` float32, row-major. Only this feature's columns are written.
 ///
 /// # Safety
-/// Every slot is valid in `rows`, and nobody writes these rows during the call.
+/// Every slot is valid in `rows`, and no thread writes these rows during the call.
 ///
 /// # Panics
-/// Panics when the lengths of the arguments do not fit each other.
+/// Panics if the lengths of the arguments do not match.
 #[allow(clippy::too_many_arguments)]
 pub unsafe fn forward_pooled<R: RowStore>(
     rows: &R,
@@ -59,18 +60,18 @@ pub unsafe fn forward_pooled<R: RowStore>(
         out_columns,
         column,
     };
-    // SAFETY: the caller promises valid slots whose rows nobody writes, and the length of `out` was checked above.
+    // SAFETY: the caller guarantees valid slots whose rows are not written, and the length of `out` was checked above.
     unsafe { job.run(threads) };
 }
 
-/// Copy the row of each occurrence: `out[i] = rows[slots[i]]`, with `out` as `[N, D]` float32. `NO_SLOT` gives `absent`,
-/// which is `[D]`, or zeros.
+/// Copies the row of each occurrence: `out[i] = rows[slots[i]]`, with `out` as `[N, D]` float32. `NO_SLOT` reads as
+/// `absent`, which is `[D]`, or zeros.
 ///
 /// # Safety
-/// Every slot is valid in `rows`, and nobody writes these rows during the call.
+/// Every slot is valid in `rows`, and no thread writes these rows during the call.
 ///
 /// # Panics
-/// Panics when `out` is too short.
+/// Panics if `out` is too short.
 pub unsafe fn forward_sequence<R: RowStore>(
     rows: &R,
     slots: &[CacheSlot],
@@ -107,15 +108,15 @@ pub(super) struct PooledForward<'a, R> {
     pub(super) column: usize,
 }
 
-// SAFETY: each thread writes only the bags that it was dealt, and rows are only read.
+// SAFETY: each thread writes only its own bags, and rows are only read.
 unsafe impl<R: Sync> Sync for PooledForward<'_, R> {}
 
 impl<R: RowStore> PooledForward<'_, R> {
-    /// Pool all bags on `threads` threads.
+    /// Pools all bags on `threads` threads.
     ///
     /// # Safety
-    /// Every slot is valid in `rows`, and nobody writes these rows during the call. `out` has room for the feature's columns of every
-    /// bag, and nobody else uses it during the call.
+    /// Every slot is valid in `rows`, and no thread writes these rows during the call. `out` has the feature's columns
+    /// of every bag, and no other code uses it during the call.
     pub(super) unsafe fn run(self, threads: usize) {
         let dim = self.rows.layout().dim as u64;
         let job = &self;
@@ -161,7 +162,7 @@ impl<R: RowStore, const WEIGHTED: bool> SimdJob for PooledJob<'_, R, WEIGHTED> {
 }
 
 impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
-    /// Pool `count` columns of a bag, from column `at` on.
+    /// Pools `count` columns of a bag, starting at column `at`.
     #[inline(always)]
     fn pool_columns<C: ColumnLanes>(&self, range: &Range<usize>, out: *mut f32, at: usize, count: usize) {
         let PooledForward { rows, slots, absent, weights, mean, .. } = *self.call;
@@ -179,8 +180,8 @@ impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
             } else {
                 rows.weights(slot).cast_const()
             };
-            // SAFETY: the caller of `forward_pooled` promises that the slot is valid, and the absent row is as wide as the others. `at +
-            // count` is at most the row's width.
+            // SAFETY: the caller of `forward_pooled` guarantees that the slot is valid, and the absent row is as wide
+            // as the others. `at + count` is at most the row's width.
             let mut value = unsafe { C::load(row.add(at), count) };
             if WEIGHTED && let Some(weights) = weights {
                 value = value.times(weights[position]);
@@ -190,12 +191,12 @@ impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
         if mean && !range.is_empty() {
             sum = sum.over(range.len() as f32);
         }
-        // SAFETY: `forward_pooled` checked the length of the output, and this thread alone writes this bag's columns.
+        // SAFETY: `forward_pooled` checked the length of the output, and only this thread writes this bag's columns.
         unsafe { sum.store(out.add(at), count) };
     }
 }
 
-/// What an occurrence without a slot reads. Most have one, so that the way of those is kept short.
+/// The row that an occurrence without a slot reads. Most occurrences have a slot, so their path is kept short.
 #[cold]
 fn absent_row(absent: Option<&[f32]>) -> Option<*const f32> {
     absent.map(<[f32]>::as_ptr)
@@ -222,8 +223,9 @@ impl<R: RowStore> SimdJob for SequenceJob<'_, R> {
                 prefetch_range(self.rows.weights(slot).cast(), prefetched_bytes(dim));
             }
             let slot = self.slots[position];
-            // SAFETY: the caller of `forward_sequence` promises that the slot is valid. `forward_sequence` checked that the output
-            // is `[N, D]` and the absent row `[D]`, and rows and output do not overlap because the output is borrowed exclusively.
+            // SAFETY: the caller of `forward_sequence` guarantees that the slot is valid. `forward_sequence` checked
+            // that the output is `[N, D]` and the absent row `[D]`, and rows and output do not overlap because the
+            // output is borrowed exclusively.
             unsafe {
                 let to = self.out.at(position * dim);
                 if slot != NO_SLOT {

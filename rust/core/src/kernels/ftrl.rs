@@ -7,7 +7,7 @@ use super::rows::RowStore;
 use crate::simd::{FloatLanes, by_lanes};
 use crate::types::CacheSlot;
 
-/// The slots are `z`, the sum of gradients by which the weights are found, and `n`, the sum of their squares.
+/// The slots are `z`, the sum of gradients that determines the weights, and `n`, the sum of their squares.
 #[derive(Clone, Copy)]
 pub(super) struct FtrlUpdate {
     /// 1 / lr.
@@ -42,8 +42,8 @@ impl RowUpdate for FtrlUpdate {
         let (per_lr, beta, l2) =
             (FloatLanes::splat(self.per_lr), FloatLanes::splat(self.beta), FloatLanes::splat(self.l2));
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
-            // floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that each part of the row and the
+            // gradient have `dim` floats.
             unsafe {
                 let w = FloatLanes::load_first(weights.add(at), count);
                 let g = decayed(FloatLanes::load_first(gradient.add(at), count), w, self.weight_decay);

@@ -1,9 +1,12 @@
-//! CPU kernels over rows in slots: the forward gathers and pools, and the backward has the optimizer fused into it.
+//! CPU kernels over rows in slots: the forward pass gathers and pools, and the backward pass is fused with the
+//! optimizer.
 //!
-//! Shapes: `N` occurrences of ids, `U` distinct rows, `B` bags a feature, `D` the table's width, `C` columns of the pooled output.
+//! Shapes: `N` occurrences of ids, `U` distinct rows, `B` bags per feature, `D` the table's width, `C` columns of the
+//! pooled output.
 //!
-//! Results are the same bits for any number of threads and any instruction set. A bag, and the update of a row, is the work of one
-//! thread, in the order of the occurrences. There is no fused multiply-add, and sums over a row have a fixed number of lanes.
+//! Results are bitwise identical for any number of threads and any instruction set. A bag, or the update of a row, is
+//! computed by one thread, in the order of the occurrences. There is no fused multiply-add, and sums over a row have a
+//! fixed number of lanes.
 
 mod adam;
 mod backward;

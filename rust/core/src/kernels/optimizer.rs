@@ -1,8 +1,8 @@
-//! The formulas of the optimizers, in float32. Where FBGEMM has the optimizer they are FBGEMM's
+//! The formulas of the optimizers, in float32. For optimizers that FBGEMM has, they are FBGEMM's
 //! (`fbgemm_gpu/codegen/genscript/optimizers.py`).
 //!
-//! `g` is the row's gradient, summed over the batch. Every operation is by column unless it says row. Weight decay `d` applies to
-//! the rows of the batch only. `eps` is added to the root, after the bias correction.
+//! `g` is the row's gradient, summed over the batch. Every operation is by column unless stated as by row. Weight decay
+//! `d` applies only to the rows of the batch. `eps` is added to the root, after the bias correction.
 //!
 //! | optimizer | update |
 //! | --- | --- |
@@ -10,18 +10,19 @@
 //! | Adagrad | `g' = g + d·w; sum += g'²; w −= lr·g' / (√sum + eps)` |
 //! | rowwise Adagrad | `g' = g + d·w; sum += mean over the row of g'²; w −= lr / (√sum + eps) · g'` |
 //! | Adam | `g' = g + d·w; m = β₁·m + (1−β₁)·g'; v = β₂·v + (1−β₂)·g'²; w −= lr·(m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)` |
-//! | `AdamW` | as Adam with `g' = g`, and `w −= lr·(… + d·w)` of the `w` before |
-//! | partial rowwise Adam | as `AdamW`, with one `v` a row, and the mean over the row of `g²` in place of `g²` |
+//! | `AdamW` | like Adam with `g' = g`, and `w −= lr·(… + d·w)` of the `w` before |
+//! | partial rowwise Adam | like `AdamW`, with one `v` per row, and the mean over the row of `g²` in place of `g²` |
 //! | LAMB | `r = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps) + d·w` with the moments of `AdamW`; `w −= lr · (‖w‖ / ‖r‖) · r` with the norms of the row |
 //! | FTRL | `g' = g + d·w; σ = (√(n+g'²) − √n) / lr; z += g' − σ·w; n += g'²; w = −shrunk(z) / ((beta + √n) / lr + l2)` |
 //!
-//! `shrunk(z)` is `z` moved towards 0 by `l1`, and 0 where `|z| ≤ l1`. FTRL is FTRL-Proximal of "Ad click prediction: a view from
-//! the trenches" (`McMahan` et al., KDD 2013). A weight is 0 where the divisor is.
+//! `shrunk(z)` is `z` moved towards 0 by `l1`, and 0 if `|z| ≤ l1`. FTRL is FTRL-Proximal of "Ad click prediction: a
+//! view from the trenches" (`McMahan` et al., KDD 2013). A weight is 0 if the divisor is 0.
 //!
-//! FBGEMM has no weight decay in SGD and Adagrad, so those formulas are torch's. FBGEMM calls Adam what is `AdamW` here; Adam here
-//! is torch's. LAMB's ratio of norms is 1 where a norm is 0; FBGEMM's is 0 or not a number there. `t` is the table's step.
+//! FBGEMM has no weight decay in SGD and Adagrad, so those formulas are torch's. FBGEMM's Adam is `AdamW` here; Adam
+//! here is torch's. LAMB's ratio of norms is 1 if a norm is 0; FBGEMM's is 0 or NaN in that case. `t` is the table's
+//! step.
 //!
-//! Adam and those that were made from it are in `adam`, and FTRL is in `ftrl`.
+//! Adam and its variants are in `adam`, and FTRL is in `ftrl`.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)]
 
@@ -31,35 +32,35 @@ use crate::prefetch::{prefetch_address, prefetch_range};
 use crate::simd::{FloatLanes, by_lanes};
 use crate::types::CacheSlot;
 
-/// The hyperparameters of an update. An optimizer ignores those that it does not have.
+/// The hyperparameters of an update. An optimizer ignores those that it does not use.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Hyperparameters {
     /// Learning rate. More than 0 for FTRL, which divides by it.
     pub lr: f64,
-    /// The number that is added to the root of the second moment.
+    /// The constant that is added to the root of the second moment.
     pub eps: f64,
     /// The decay of the first moment.
     pub beta1: f64,
     /// The decay of the second moment.
     pub beta2: f64,
-    /// The weight decay, of the rows of the batch only.
+    /// The weight decay, for the rows of the batch only.
     pub weight_decay: f64,
-    /// FTRL: the number that is added to the root of the sum of squares.
+    /// FTRL: the constant that is added to the root of the sum of squares.
     pub beta: f64,
-    /// FTRL: the strength of the L1 regularisation.
+    /// FTRL: the strength of the L1 regularization.
     pub l1: f64,
-    /// FTRL: the strength of the L2 regularisation.
+    /// FTRL: the strength of the L2 regularization.
     pub l2: f64,
 }
 
-/// An update of a table: the optimizer, its hyperparameters, and the number of the step.
+/// An update of a table: the optimizer, its hyperparameters, and the step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OptimizerStep {
     /// The optimizer.
     pub kind: OptimizerKind,
     /// Its hyperparameters.
     pub hyperparameters: Hyperparameters,
-    /// The table's step counter, with this update counted. The first step is 1.
+    /// The table's step counter, including this update. The first step is 1.
     pub step: u64,
 }
 
@@ -67,17 +68,17 @@ pub struct OptimizerStep {
 pub(super) trait RowUpdate: Copy + Sync {
     /// The number of vector slots that the update reads and writes.
     const VECTOR_SLOTS: usize;
-    /// Whether the update reads and writes the scalar slot.
+    /// True if the update reads and writes the scalar slot.
     const SCALAR_SLOT: bool;
 
-    /// Update the row in `slot` by `gradient`, which is `[dim]`.
+    /// Updates the row in `slot` by `gradient`, which is `[dim]`.
     ///
     /// # Safety
-    /// `slot` is valid in `rows`, whose layout has the slots above, and nobody else uses the row. `dim` floats can be read at
-    /// `gradient`, which is not in `rows`.
+    /// `slot` is valid in `rows`, whose layout has the slots above, and no other code uses the row. `dim` floats can be
+    /// read at `gradient`, which is not in `rows`.
     unsafe fn update<R: RowStore>(&self, rows: &R, slot: CacheSlot, gradient: *const f32, dim: usize);
 
-    /// Prefetch all that [`RowUpdate::update`] will touch.
+    /// Prefetches everything that [`RowUpdate::update`] accesses.
     #[inline(always)]
     fn prefetch<R: RowStore>(rows: &R, slot: CacheSlot, dim: usize) {
         let bytes = prefetched_bytes(dim);
@@ -91,7 +92,7 @@ pub(super) trait RowUpdate: Copy + Sync {
     }
 }
 
-/// Bytes to prefetch of a part of a row of `dim` floats. The processor's own prefetcher loads the rest of a longer one.
+/// Bytes to prefetch of a part of a row of `dim` floats. The hardware prefetcher loads the rest of a longer part.
 #[inline(always)]
 pub(super) fn prefetched_bytes(dim: usize) -> usize {
     (dim * 4).min(512)
@@ -123,8 +124,8 @@ impl RowUpdate for SgdUpdate {
     unsafe fn update<R: RowStore>(&self, rows: &R, slot: CacheSlot, gradient: *const f32, dim: usize) {
         let weights = rows.weights(slot);
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise the row's weights and the gradient have `dim`
-            // floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that the row's weights and the gradient
+            // have `dim` floats.
             unsafe {
                 let w = FloatLanes::load_first(weights.add(at), count);
                 let g = decayed(FloatLanes::load_first(gradient.add(at), count), w, self.weight_decay);
@@ -155,8 +156,8 @@ impl RowUpdate for AdagradUpdate {
     unsafe fn update<R: RowStore>(&self, rows: &R, slot: CacheSlot, gradient: *const f32, dim: usize) {
         let (weights, sums) = (rows.weights(slot), rows.vector_slot(0, slot));
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
-            // floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that each part of the row and the
+            // gradient have `dim` floats.
             unsafe {
                 let w = FloatLanes::load_first(weights.add(at), count);
                 let g = decayed(FloatLanes::load_first(gradient.add(at), count), w, self.weight_decay);
@@ -188,8 +189,8 @@ impl RowUpdate for RowWiseAdagradUpdate {
         let weights = rows.weights(slot);
         let mut squares = FloatLanes::splat(0.0);
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise the row's weights and the gradient have `dim`
-            // floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that the row's weights and the gradient
+            // have `dim` floats.
             unsafe {
                 let mut g = FloatLanes::load_first(gradient.add(at), count);
                 if weight_decay != 0.0 {
@@ -199,15 +200,16 @@ impl RowUpdate for RowWiseAdagradUpdate {
             }
         });
         let scalar = rows.scalar(slot);
-        // SAFETY: by the caller's promise the slot is valid and nobody else uses its row, so its scalar may be read and written.
+        // SAFETY: the caller guarantees that the slot is valid and no other code uses its row, so its scalar may be
+        // read and written.
         let sum = unsafe {
             *scalar += squares.sum() / dim as f32;
             *scalar
         };
         let multiplier = FloatLanes::splat(lr / (sum.sqrt() + eps));
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count` is at most `dim`, and by the caller's promise the row's weights and the gradient have `dim`
-            // floats.
+            // SAFETY: `at + count` is at most `dim`, and the caller guarantees that the row's weights and the gradient
+            // have `dim` floats.
             unsafe {
                 let w = FloatLanes::load_first(weights.add(at), count);
                 let g = decayed(FloatLanes::load_first(gradient.add(at), count), w, weight_decay);

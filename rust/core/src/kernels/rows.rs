@@ -1,4 +1,4 @@
-//! Where kernels find the parts of a row: in an arena, or in tensors of a device tier on the CPU.
+//! The locations of the parts of a row: in an arena, or in tensors of a device tier on the CPU.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // Otherwise the kernels' inner loops would call code that is compiled for the baseline instruction set.
 
@@ -46,23 +46,24 @@ impl RowStore for ArenaRows<'_> {
     }
 }
 
-/// Contiguous float32 tensors of a device tier in RAM: `weights` `[S, D]`, each vector slot `[S, D]`, the scalar slot `[S]`. Who
-/// gives them to a kernel promises that every slot of the call is below `S`, and that nobody else writes the tensors meanwhile.
+/// Contiguous float32 tensors of a device tier in RAM: `weights` `[S, D]`, each vector slot `[S, D]`, the scalar slot
+/// `[S]`. The caller that passes them to a kernel guarantees that every slot of the call is below `S`, and that no
+/// other thread writes the tensors during the call.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRows {
     /// The layout of the rows.
     pub layout: RowLayout,
     /// The start of the weights, `[S, D]`.
     pub weights: *mut f32,
-    /// The starts of the vector slots, `[S, D]` each; null where the layout has none.
+    /// The starts of the vector slots, `[S, D]` each; null if the layout has none.
     pub vector_slots: [*mut f32; 2],
-    /// The start of the scalar slots, `[S]`; null where the layout has none.
+    /// The start of the scalar slots, `[S]`; null if the layout has none.
     pub scalars: *mut f32,
 }
 
-// SAFETY: these are only addresses. Kernels that dereference them have the caller's promise of exclusive use.
+// SAFETY: these are only addresses. Kernels that dereference them rely on the caller's guarantee of exclusive use.
 unsafe impl Sync for TensorRows {}
-// SAFETY: the tensors belong to no thread, and only kernels dereference the addresses, by their callers' promise.
+// SAFETY: the tensors belong to no thread, and only kernels dereference the addresses, by their callers' guarantee.
 unsafe impl Send for TensorRows {}
 
 impl RowStore for TensorRows {

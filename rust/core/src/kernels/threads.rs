@@ -1,4 +1,4 @@
-//! The threads of the kernels: one pool for all calls, and work that is dealt in parts of equal cost.
+//! The threads of the kernels: one pool for all calls, and work that is divided into parts of equal cost.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -12,15 +12,15 @@ use crate::memory::can_start_threads;
 use crate::process::{PerProcess, works_alone, works_in_background};
 use crate::sync::lock;
 
-/// The number of parts for each thread. With many small parts, a thread that starts late takes few of them.
+/// The number of parts per thread. With many small parts, a thread that starts late takes few of them.
 const PARTS_PER_THREAD: usize = 16;
-/// With less work than this (in floats touched) a further thread costs more time than it saves. Tests run small work on all threads
-/// that they ask for.
+/// With less work than this (in floats accessed) an additional thread costs more time than it saves. Tests run small
+/// work on all requested threads.
 const MINIMUM_COST_PER_THREAD: u64 = if cfg!(test) { 1 } else { 16_384 };
 
-/// Call `work(from..to)` for ranges that cover `0..items`, on `threads` threads, of which this is one. `cost_before(i)` is the cost
-/// of the items before `i`; it does not decrease. Which thread takes which range is a matter of chance, so results must not depend
-/// on it.
+/// Calls `work(from..to)` for ranges that cover `0..items`, on `threads` threads including the caller. `cost_before(i)`
+/// is the cost of the items before `i`; it is non-decreasing. The assignment of ranges to threads is arbitrary, so
+/// results must not depend on it.
 pub(crate) fn parallel_ranges(
     threads: usize,
     items: usize,
@@ -36,7 +36,7 @@ pub(crate) fn parallel_ranges(
     let mut bounds: Vec<usize> = (0..=parts)
         .map(|part| first_at_cost(items, (u128::from(total) * part as u128 / parts as u128) as u64, &cost_before))
         .collect();
-    // The search above stops before items at the end that cost nothing.
+    // The search above stops before zero-cost items at the end.
     bounds[parts] = items;
     let next = AtomicUsize::new(0);
     let take = || {
@@ -56,8 +56,9 @@ pub(crate) fn parallel_ranges(
     });
 }
 
-/// Do `producer`, which hands over pieces of work, on `threads` threads, of which this is one. The others do pieces while this thread goes on with
-/// `producer`, and it helps them after that. All are done when this returns. `cost` is that of all pieces, in floats touched.
+/// Runs `producer`, which emits pieces of work, on `threads` threads including the caller. The others process pieces
+/// while this thread continues with `producer`, and it helps them afterwards. All are complete when this returns.
+/// `cost` is the total cost of all pieces, in floats accessed.
 pub(crate) fn parallel_pipeline<T: Send, R>(
     threads: usize,
     cost: u64,
@@ -87,7 +88,7 @@ pub(crate) fn parallel_pipeline<T: Send, R>(
     })
 }
 
-/// An address behind which several threads write, each at other elements.
+/// An address at which several threads write, each to other elements.
 pub(crate) struct DisjointPtr<T>(pub(crate) *mut T);
 
 impl<T> DisjointPtr<T> {
@@ -99,10 +100,10 @@ impl<T> DisjointPtr<T> {
     }
 }
 
-// SAFETY: only addresses are shared. Who writes behind them promises that no two threads write the same element.
+// SAFETY: only addresses are shared. Code that writes to them guarantees that no two threads write the same element.
 unsafe impl<T> Sync for DisjointPtr<T> {}
 
-/// The first item before which the cost is at least `cost`.
+/// The first item before which the total cost is at least `cost`.
 fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -> usize {
     let (mut low, mut high) = (0, items);
     while low < high {
@@ -116,15 +117,15 @@ fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -
     low
 }
 
-/// The workers of this process: one pool, which serves every call. A forked child forgets its parent's pool without dropping it, because that
-/// would wait for threads that do not exist in the child.
+/// The workers of this process: one pool, which serves every call. A forked child forgets its parent's pool without
+/// dropping it, because that would wait for threads that do not exist in the child.
 static WORKERS: PerProcess<Mutex<Option<Arc<WorkerSet>>>> = PerProcess::new();
 
-/// Returns the workers, `wanted` or more of them unless the system gives fewer threads; `None` where it gives none. The caller never wants more
-/// than `most`.
+/// Returns the workers, `wanted` or more of them unless the OS starts fewer threads; `None` if it starts none. The
+/// caller never requests more than `most`.
 ///
-/// A pool that is too small is replaced by one of twice the size, or of `most`. Its threads end with the last call that they serve, so there are
-/// about as many threads as the largest number that a call asks for.
+/// A pool that is too small is replaced by one of twice the size, or of `most`. Its threads stop with the last call
+/// that they serve, so there are about as many threads as the largest request of a call.
 fn workers(wanted: usize, most: usize) -> Option<Arc<WorkerSet>> {
     let mut kept = lock(WORKERS.get(|| Ok(Mutex::default())).ok()?);
     if kept.as_ref().is_none_or(|pool| pool.size() < wanted)
@@ -136,7 +137,7 @@ fn workers(wanted: usize, most: usize) -> Option<Arc<WorkerSet>> {
     kept.clone()
 }
 
-/// Starts a pool of `size` threads; `None` where the system gives no threads.
+/// Starts a pool of `size` threads. Returns `None` if the OS cannot start threads.
 fn build_workers(size: usize) -> Option<Arc<WorkerSet>> {
     let (begun, all_begun) = mpsc::channel();
     let builder = ThreadPoolBuilder::new()
@@ -146,35 +147,34 @@ fn build_workers(size: usize) -> Option<Arc<WorkerSet>> {
             let _ = begun.send(());
         });
     let pool = builder.build().ok()?;
-    // Wait until all threads have begun. A thread needs memory for its start, and ends the process if the system has none left
-    // then.
+    // Wait until all threads have started. A thread needs memory to start, and aborts the process if that fails.
     for () in all_begun.iter().take(size) {}
     Some(Arc::new(WorkerSet::new(pool)))
 }
 
-/// The number of threads that the machine runs at once. It is kept, because the system reads files to find it.
+/// The number of threads that the machine runs in parallel. It is cached, because the OS reads files to find it.
 fn machine_threads() -> usize {
     static THREADS: OnceLock<usize> = OnceLock::new();
     *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// Do independent tasks on all of the machine's threads, of which this is one. Tasks begin in their order.
+/// Runs independent tasks on all of the machine's threads, including the caller. Tasks start in order.
 pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     for_each_on(machine_threads(), tasks, work);
 }
 
-/// Do independent tasks on half of the machine's threads, of which this is one. This serves to gather rows for the disk: so many
-/// threads are faster than the disk, and more would mostly wait for the same memory. Tasks begin in their order, so that they find
-/// in the caches what the caller has just touched.
+/// Runs independent tasks on half of the machine's threads, including the caller. It is used to gather rows for the
+/// disk: this many threads are faster than the disk, and more would mostly wait for the same memory. Tasks start in
+/// order, so that data that the caller has just accessed is still cached.
 pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     for_each_on(machine_threads() / 2, tasks, work);
 }
 
-/// Do independent tasks, which may wait for locks and for code that is not the core's, on `threads` threads, of which this is one. Tasks
-/// begin in their order.
+/// Runs independent tasks, which may wait for locks and for foreign code, on `threads` threads including the caller.
+/// Tasks start in order.
 ///
-/// All workers may stand in such tasks and wait for a lock that another call's caller has. That caller gets no help meanwhile, and waits for
-/// nobody who has not begun, so it comes to give up its lock.
+/// All workers may be blocked in such tasks, waiting for a lock that another call's caller holds. That caller then has
+/// no helpers, and does not wait for workers that have not started, so it eventually releases its lock.
 pub(crate) fn for_each_that_waits<T: Send>(threads: usize, tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     for_each_on(if works_alone() { 1 } else { threads }, tasks, work);
 }
@@ -184,7 +184,7 @@ fn for_each_on<T: Send>(threads: usize, tasks: impl Iterator<Item = T>, work: im
     run_tasks(if tasks.len() > 1 { threads } else { 1 }, tasks, work, || ());
 }
 
-/// Do independent tasks on the machine's threads while this thread does `caller_work`, after which it helps them.
+/// Runs independent tasks on the machine's threads while this thread runs `caller_work`, after which it helps them.
 pub(crate) fn for_each_alongside<T: Send, R>(
     tasks: impl Iterator<Item = T>,
     work: impl Fn(T) + Sync,
@@ -193,7 +193,8 @@ pub(crate) fn for_each_alongside<T: Send, R>(
     run_tasks(machine_threads(), tasks.collect(), work, caller_work)
 }
 
-/// Do independent tasks on `threads` threads, of which this is one. It does `caller_work` first. Tasks begin in their order.
+/// Runs independent tasks on `threads` threads including the caller, which runs `caller_work` first. Tasks start in
+/// order.
 fn run_tasks<T: Send, R>(threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync, caller_work: impl FnOnce() -> R) -> R {
     let helpers = tasks.len().min(threads.saturating_sub(1));
     let Some(crew) = (if helpers > 0 && !works_in_background() { workers(helpers, threads - 1) } else { None }) else {
@@ -210,7 +211,7 @@ fn run_tasks<T: Send, R>(threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync,
     })
 }
 
-/// What each thread runs that takes part in these tasks: it does one after the other, until none is left.
+/// The loop of each thread that takes part in these tasks: it runs one after the other, until none remains.
 fn task_loop<T: Send>(tasks: Vec<T>, work: impl Fn(T) + Sync) -> impl Fn() + Sync {
     let tasks = Mutex::new(tasks.into_iter());
     move || {
@@ -275,7 +276,7 @@ mod tests {
             assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{threads} threads");
         }
         let inside = std::sync::Barrier::new(2);
-        // The other thread does one of the pieces while this one waits in another, or in its own work.
+        // The other thread runs one of the pieces while this one waits in another, or in its own work.
         parallel_pipeline(
             2,
             1000,
@@ -303,7 +304,8 @@ mod tests {
                     });
                 });
             }
-            // Wait for every caller and a worker. Tests that run beside this one may need the other workers at the same time.
+            // Wait for every caller and a worker. Tests that run in parallel may need the other workers at the same
+            // time.
             while waiting.load(Ordering::Relaxed) < 4 + 1 {
                 std::thread::yield_now();
             }

@@ -1,7 +1,8 @@
-//! Which ids get a row. It is decided for each id of a training batch that has none, when the batch is forwarded.
+//! Admission: decides which ids get a row. The decision for an id of a training batch without a row is made when the
+//! batch is forwarded.
 //!
-//! A decision depends on the settings, the id, the batch and what was committed before it, and on nothing else: not on budgets, ranks,
-//! threads, or on how far ahead batches are planned.
+//! A decision depends on the settings, the id, the batch and the commits before it, and on nothing else: not on
+//! budgets, ranks, threads, or on the number of batches planned ahead.
 
 use std::ops::Range;
 
@@ -13,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 use crate::rows::philox;
 use crate::types::{BucketMapper, Id, hash_id};
 
-/// An id of a batch that has no row.
+/// An id of a batch without a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AdmissionCandidate {
     /// The id.
@@ -22,42 +23,43 @@ pub(crate) struct AdmissionCandidate {
     pub(crate) occurrences: u32,
     /// Its clicks in the batch.
     pub(crate) clicks: u32,
-    /// Where its count was found.
+    /// The location of its count.
     spot: CounterSpot,
 }
 
 impl AdmissionCandidate {
-    /// An id with its shows and clicks in the batch.
+    /// Creates the candidate of an id with its shows and clicks in the batch.
     pub(crate) fn new(id: Id, occurrences: u32, clicks: u32) -> Self {
         Self { id, occurrences, clicks, spot: CounterSpot::NOWHERE }
     }
 }
 
-/// How many ids ahead of its turn the count of an id is asked for.
+/// Distance, in ids, at which the count of an id is prefetched.
 const AHEAD: usize = 32;
-/// It is asked for again this many ids ahead, because a processor drops some of many prefetches. Where it is there that costs nearly nothing.
+/// Distance of a second prefetch, because CPUs drop some of many prefetches. It costs nearly nothing if the line is
+/// cached.
 const ASKED_AGAIN: usize = 8;
 
-/// Decides for one table shard, and counts for it.
+/// Decides admission for one table shard, and counts its pending ids.
 #[derive(Debug)]
 pub(crate) struct RowAdmitter {
     rule: AdmissionRule,
-    /// The key of Philox for coins.
+    /// The Philox key of the random decisions.
     key: [u32; 2],
-    /// The occurrences of the ids that wait for a row.
+    /// The shows of the pending ids.
     shows: Option<AdmissionCounters>,
-    /// Their clicks, of those that have any.
+    /// The clicks of the pending ids that have any.
     clicks: Option<AdmissionCounters>,
     buckets: Range<u32>,
     bucketing: BucketMapper,
-    /// What a save beside training still wants of the counts.
+    /// The counts that an asynchronous save has not written yet.
     snapshot_counts: Option<SnapshotCounts>,
-    /// How often anything has changed on which decisions depend.
+    /// Number of changes that may affect decisions.
     changes: u64,
 }
 
 impl RowAdmitter {
-    /// What decides for a shard of this configuration, whose rule was [checked](check); `None` where every id gets a row.
+    /// Creates the admitter of a shard whose rule was [checked](check). Returns `None` if every id gets a row.
     pub(crate) fn of(config: &TableConfig) -> Option<Self> {
         config.admission.is_selective().then(|| Self::new(config))
     }
@@ -65,7 +67,8 @@ impl RowAdmitter {
     fn new(config: &TableConfig) -> Self {
         let (rule, seed, key) = (config.admission, config.seed, config.key);
         let (buckets, bucketing) = (config.buckets.clone(), config.bucketing());
-        // Births have a key made of the same numbers. Coins have another one, so that a coin tells nothing of a weight.
+        // Initial weights have a key derived from the same numbers. The key for decisions differs, so that a decision
+        // is independent of the weights.
         let mixed = hash_id(hash_id((seed ^ hash_id(key as Id)) as Id) as Id);
         let pending = |memory, window| AdmissionCounters::new(buckets.clone(), bucketing, memory, window);
         let (shows, clicks) = match rule {
@@ -79,13 +82,13 @@ impl RowAdmitter {
         Self { rule, key, shows, clicks, buckets, bucketing, snapshot_counts: None, changes: 0 }
     }
 
-    /// A number that is another one when a candidate may be decided otherwise than before.
+    /// A counter that changes when the decision for a candidate may change.
     pub(crate) fn changes(&self) -> u64 {
         self.changes
     }
 
-    /// Whether each of `candidates` `[n]` gets a row in the batch that will be step `step`: `[n]`. It is noted in the candidates where
-    /// their counts are, for [`RowAdmitter::count`].
+    /// Returns true for each of `candidates` `[n]` that is admitted in the batch of step `step`: `[n]`. It records the
+    /// location of their counts in the candidates, for [`RowAdmitter::count`].
     pub(crate) fn decide(&self, candidates: &mut [AdmissionCandidate], step: u64) -> Vec<bool> {
         let mut admitted = Vec::with_capacity(candidates.len());
         match self.rule {
@@ -124,24 +127,24 @@ impl RowAdmitter {
         admitted
     }
 
-    /// One throw for all occurrences of an id in a batch: it is admitted unless each of them by itself is refused.
+    /// One decision for all occurrences of an id in a batch: it is admitted unless every occurrence is rejected.
     fn coin(&self, p: f64, each: &AdmissionCandidate, step: u64) -> bool {
         let id = each.id as u64;
         let word = philox::word([step as u32, (step >> 32) as u32, id as u32, (id >> 32) as u32], self.key);
-        // The middle of the word's interval when the unit interval is cut into 2³² parts.
+        // The middle of the word's interval, if the unit interval is divided into 2³² parts.
         let thrown = (f64::from(word) + 0.5) * (1.0 / 4_294_967_296.0);
         thrown < 1.0 - power(1.0 - p, each.occurrences)
     }
 
-    /// Have memory to count so many more ids.
+    /// Allocates memory to count this number of additional ids.
     ///
     /// Errors: `Memory`.
     pub(crate) fn reserve(&mut self, ids: usize) -> Result<()> {
         self.all_counts().try_for_each(|pending| pending.reserve(ids))
     }
 
-    /// Count the occurrences of ids that were refused in a batch which is now committed, but not of those in `except` `[m]`, which rises.
-    /// There is memory for them.
+    /// Counts the occurrences of ids that were not admitted in a committed batch, except those in `except` `[m]`, which
+    /// ascends. Memory must have been reserved.
     pub(crate) fn count(&mut self, candidates: &[AdmissionCandidate], except: &[Id], epoch: u32) {
         self.changes += 1;
         for (at, each) in candidates.iter().enumerate() {
@@ -170,15 +173,15 @@ impl RowAdmitter {
         }
     }
 
-    /// Forget the counts of an id that has a row now.
+    /// Forgets the counts of an id that got a row.
     pub(crate) fn forget(&mut self, id: Id) {
         self.changes += 1;
         self.keep_for_snapshot(id);
         self.all_counts().for_each(|pending| pending.remove(id));
     }
 
-    /// A step was made, and what it counted was counted. Returns whether it is the first after which ids are forgotten because the memory
-    /// for their counts is full.
+    /// Ends a step, after its batch was counted. Returns true if it is the first step after which ids are forgotten
+    /// because the memory for their counts is full.
     pub(crate) fn end_step(&mut self, step: u64) -> bool {
         self.changes += 1;
         let ran_full = self.has_run_full();
@@ -193,19 +196,19 @@ impl RowAdmitter {
         self.shows.as_ref().is_some_and(AdmissionCounters::ran_full)
     }
 
-    /// Forget all counts.
+    /// Forgets all counts.
     pub(crate) fn clear(&mut self) {
         self.changes += 1;
         self.buckets.clone().for_each(|bucket| self.keep_bucket_for_snapshot(bucket));
         self.all_counts().for_each(AdmissionCounters::clear);
     }
 
-    /// The counts of the ids that wait for a row, where the rule counts them.
+    /// The counts of the pending ids, if the rule counts them.
     pub(crate) fn counters(&self) -> Option<&AdmissionCounters> {
         self.shows.as_ref()
     }
 
-    /// The counts of a bucket, of the ids that were counted in epoch `since` or later where it is given.
+    /// The counts of a bucket, restricted to ids that were counted in epoch `since` or later if that is set.
     pub(crate) fn of_bucket(&self, bucket: u32, since: Option<u32>) -> BucketCounts {
         let Some(shows) = &self.shows else { return BucketCounts { bucket, ..BucketCounts::default() } };
         let counts = since.map_or_else(|| shows.of_bucket(bucket), |since| shows.of_bucket_since(bucket, since));
@@ -221,7 +224,7 @@ impl RowAdmitter {
         BucketCounts { bucket, generation: shows.generation(bucket), ids: pending.collect() }
     }
 
-    /// Put counts into a bucket that has none. A rule that counts nothing leaves them.
+    /// Restores the counts of an empty bucket. A rule that does not count ignores them.
     ///
     /// Errors: `Memory`, and the bucket has some of the counts.
     pub(crate) fn restore(&mut self, counts: &BucketCounts, epoch: u32) -> Result<()> {
@@ -242,18 +245,19 @@ impl RowAdmitter {
         Ok(())
     }
 
-    /// Keep the counts of now until [`RowAdmitter::take_snapshot_counts`] has taken those of every bucket.
+    /// Starts a snapshot of the current counts, until [`RowAdmitter::take_snapshot_counts`] has taken those of every
+    /// bucket.
     pub(crate) fn begin_snapshot(&mut self, since: Option<u32>) {
         self.snapshot_counts =
             self.shows.is_some().then(|| SnapshotCounts::new(self.buckets.start, self.buckets.len(), since));
     }
 
-    /// Keep nothing for a save any more.
+    /// Discards the snapshot.
     pub(crate) fn end_snapshot(&mut self) {
         self.snapshot_counts = None;
     }
 
-    /// The counts that a bucket had when the moment began.
+    /// Takes the counts of a bucket at the start of the snapshot.
     pub(crate) fn take_snapshot_counts(&mut self, bucket: u32) -> BucketCounts {
         let Some(mut wanted) = self.snapshot_counts.take() else {
             return BucketCounts { bucket, ..BucketCounts::default() };
@@ -286,7 +290,7 @@ impl RowAdmitter {
     }
 }
 
-/// Whether a rule's numbers are in range; `Kind::Config` says which one is not.
+/// Checks that a rule's parameters are in range. Returns `Kind::Config`, which names the parameter, if not.
 pub(crate) fn check(rule: &AdmissionRule) -> Result<()> {
     let refuse = |message: String| Err(Error::new(Kind::Config, message));
     let check_memory = |memory: u64| {
@@ -332,7 +336,7 @@ pub(crate) fn check(rule: &AdmissionRule) -> Result<()> {
     }
 }
 
-/// `base` to the power of `exponent`, by repeated squaring. A platform's own function may round in another way.
+/// `base` to the power of `exponent`, by repeated squaring. The platform's function may round differently.
 fn power(base: f64, exponent: u32) -> f64 {
     let (mut result, mut square, mut left) = (1.0, base, exponent);
     while left > 0 {
@@ -364,7 +368,7 @@ mod tests {
         }
     }
 
-    /// Each line: the seed, the table key, p, the id, the step, the occurrences, and whether the id is admitted.
+    /// Each line: the seed, the table key, p, the id, the step, the occurrences, and 1 if the id is admitted.
     #[test]
     fn coins_are_those_of_format_1() {
         let fixture = include_str!("../../../../tests/fixtures/v1/coins.txt");

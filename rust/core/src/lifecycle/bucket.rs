@@ -1,10 +1,10 @@
-//! The counts of one bucket, as checkpoints keep them.
+//! The admission counts of one bucket, as stored in checkpoints.
 
 use std::collections::HashMap;
 
 use crate::types::Id;
 
-/// An id that waits for a row.
+/// A pending id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CountedId {
     /// The id.
@@ -13,23 +13,23 @@ pub struct CountedId {
     pub shows: u32,
     /// Its clicks.
     pub clicks: u32,
-    /// Whether it belongs to the older generation of its bucket, so that it is forgotten next.
+    /// True if it belongs to the older generation of its bucket, which is forgotten next.
     pub is_older: bool,
 }
 
-/// The ids of a bucket that wait for rows.
+/// The pending ids of a bucket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BucketCounts {
     /// The bucket.
     pub bucket: u32,
-    /// How many generations of the bucket have ended, modulo 2³².
+    /// Number of generations of the bucket that have ended, modulo 2³².
     pub generation: u32,
-    /// The ids, rising as unsigned numbers.
+    /// The ids, in ascending order as unsigned integers.
     pub ids: Vec<CountedId>,
 }
 
 impl BucketCounts {
-    /// The ids that are still remembered when the bucket is at this `generation`, as they are then.
+    /// Returns the ids that are still remembered when the bucket is at this `generation`, in their state at that time.
     #[must_use]
     pub fn aged_to(mut self, generation: u32) -> Self {
         match generation.wrapping_sub(self.generation) {
@@ -45,8 +45,8 @@ impl BucketCounts {
     }
 }
 
-/// The buckets whose counts a save beside training still has to write, as they were when it began. Whoever is about to change the counts
-/// of such a bucket has them copied here first.
+/// A snapshot of the counts that an asynchronous save has not written yet. Before the counts of such a bucket change,
+/// they are copied here.
 #[derive(Debug)]
 pub(crate) struct SnapshotCounts {
     /// Only ids that were counted in this epoch or later; `None` for all.
@@ -57,23 +57,23 @@ pub(crate) struct SnapshotCounts {
 }
 
 impl SnapshotCounts {
-    /// Of the buckets `first..first + buckets`.
+    /// Creates a snapshot of the buckets `first..first + buckets`.
     pub(crate) fn new(first: u32, buckets: usize, since: Option<u32>) -> Self {
         Self { since, first, is_pending: vec![true; buckets], copies: HashMap::new() }
     }
 
-    /// Whether the counts of a bucket are still to be copied.
+    /// True if the counts of a bucket are not copied yet.
     pub(crate) fn is_pending(&self, bucket: u32) -> bool {
         self.is_pending[(bucket - self.first) as usize]
     }
 
-    /// Keep a copy of a bucket's counts.
+    /// Stores a copy of a bucket's counts.
     pub(crate) fn keep(&mut self, counts: BucketCounts) {
         self.is_pending[(counts.bucket - self.first) as usize] = false;
         self.copies.insert(counts.bucket, counts);
     }
 
-    /// Take the counts of a bucket: those that were kept, or those of now, which `current` gives.
+    /// Takes the counts of a bucket: the copy, or the current counts from `current` if there is no copy.
     pub(crate) fn take(&mut self, bucket: u32, current: impl FnOnce(Option<u32>) -> BucketCounts) -> BucketCounts {
         if std::mem::take(&mut self.is_pending[(bucket - self.first) as usize]) {
             return current(self.since);

@@ -1,11 +1,11 @@
-//! The step clock of a table: when its training steps were made. From it a time to live in seconds becomes a step.
+//! The step clock of a table: the times of its training steps, by which a time to live in seconds becomes a step.
 //!
-//! It has pairs of a step and a time: by that time the step, and all before it, were made. A step between two pairs counts as made at the
-//! time of the later one. So a clock with fewer pairs says later times, and never earlier ones: what expires by it expires late. It keeps
-//! a pair a second of the present minute and of the one before it, a pair a minute of the last 31 days, and a pair an hour of the time
-//! before.
+//! The clock is a list of pairs of a step and a time, at which that step and all steps before it were complete. A step
+//! between two pairs has the time of the later pair. So a clock with fewer pairs returns later times, and never earlier
+//! ones: rows may expire late, but not early. The clock keeps one pair per second of the current and the previous
+//! minute, one per minute of the last 31 days, and one per hour of the time before.
 //!
-//! Times are milliseconds since the beginning of 1970, or since whatever the event times of a user begin with.
+//! Times are milliseconds since the beginning of 1970, or since the epoch of the user's event times.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,50 +14,50 @@ use crate::error::{Error, Kind, Result};
 const SECOND: u64 = 1000;
 const MINUTE: u64 = 60 * SECOND;
 const HOUR: u64 = 60 * MINUTE;
-/// Hours before the present one of which a pair a minute is kept.
+/// Hours before the current one with a pair per minute.
 const HOURS: u64 = 31 * 24;
-/// No time is later, and no step larger. Sums of two such numbers are far from an overflow.
+/// Upper limit of times and steps. Sums of two such numbers are far from an overflow.
 const MAX_VALUE: u64 = 1 << 62;
 
-/// When the steps of a table were made. Its serde form is part of published states and of manifests. It is one text, numbers with spaces
-/// between them, because a manifest has each item of a list on a line of its own.
+/// The times of a table's steps. Its serde form is part of published states and of manifests. It is one string of
+/// integers separated by spaces, because a manifest has each item of a list on its own line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct StepClock {
     /// Steps and times, both ascending.
     pairs: Vec<(u64, u64)>,
-    /// Whether the times are those that a user gives.
+    /// True if the times are set by the user.
     has_event_times: bool,
 }
 
 impl StepClock {
-    /// Whether it says nothing.
+    /// True if the clock has no pairs.
     pub fn is_empty(&self) -> bool {
         self.pairs.is_empty()
     }
 
-    /// The latest time; 0 where there is none.
+    /// The latest time, or 0 if there is none.
     pub fn latest(&self) -> u64 {
         self.pairs.last().map_or(0, |&(_, time)| time)
     }
 
-    /// The last step whose time is known; 0 where there is none.
+    /// The last step whose time is known, or 0 if there is none.
     pub(crate) fn last_step(&self) -> u64 {
         self.pairs.last().map_or(0, |&(step, _)| step)
     }
 
-    /// Whether the times are those that a user gives.
+    /// True if the times are set by the user.
     pub fn has_event_times(&self) -> bool {
         self.has_event_times
     }
 
-    /// Note that the times are those that a user gives, from now on.
+    /// Marks the times as set by the user.
     pub(crate) fn set_event_times(&mut self) {
         self.has_event_times = true;
     }
 
-    /// A step was made. A time that is before the latest one counts as that one. Steps since the last one that is known, whose times are
-    /// not, count as made now.
+    /// Records a step. A time before the latest one counts as the latest one. The unrecorded steps before `step` have
+    /// the same time.
     pub fn record(&mut self, step: u64, time: u64) {
         self.forget_from(step);
         let (known, latest) = self.pairs.last().copied().unwrap_or_default();
@@ -68,7 +68,7 @@ impl StepClock {
         self.push(step, time);
     }
 
-    /// Forget this step, and those after it.
+    /// Removes this step and the steps after it.
     pub(crate) fn forget_from(&mut self, step: u64) {
         let known = self.pairs.partition_point(|&(before, _)| before < step);
         self.pairs.truncate(known);
@@ -86,13 +86,14 @@ impl StepClock {
         if begins(HOUR) {
             self.thin(0);
         } else if begins(MINUTE) {
-            // Pairs of earlier minutes were thinned when the one before the present one began.
+            // Pairs of earlier minutes were thinned at the start of the previous minute.
             let from = self.pairs.partition_point(|&(_, time)| time / MINUTE + 1 < before / MINUTE);
             self.thin(from);
         }
     }
 
-    /// Keep of each second, minute or hour the last pair, by how long ago it is. Pairs before the one at `from` stay.
+    /// Keeps the last pair per second, minute or hour, depending on its age. Pairs before the index `from` are not
+    /// changed.
     fn thin(&mut self, from: usize) {
         let (minute, hour) = (self.latest() / MINUTE, self.latest() / HOUR);
         let unit = |time: u64| match (minute - time / MINUTE, hour - time / HOUR) {
@@ -111,13 +112,13 @@ impl StepClock {
         self.pairs.append(&mut kept);
     }
 
-    /// The greatest step that is known to have been made by this time; `None` where that is known of no step.
+    /// The largest step that was complete at this time, or `None` if no such step is known.
     pub fn step_at(&self, time: u64) -> Option<u64> {
         let made = self.pairs.partition_point(|&(_, by)| by <= time);
         made.checked_sub(1).map(|last| self.pairs[last].0)
     }
 
-    /// One clock of the clocks of several ranks that made the same steps: the time of a step is the greatest that one of them says.
+    /// Joins the clocks of several ranks that made the same steps: the time of a step is its maximum over the clocks.
     pub fn join<'a>(clocks: impl Iterator<Item = &'a Self>) -> Self {
         let mut clocks: Vec<&Self> = clocks.collect();
         let of_events = clocks.iter().any(|clock| clock.has_event_times);
@@ -144,7 +145,8 @@ impl StepClock {
         joined
     }
 
-    /// It as bytes for a file, with fewer pairs where it would take more than `most` bytes; none at all where it says nothing.
+    /// Encodes the clock for a file. Removes pairs until the result has at most `most` bytes. An empty clock is encoded
+    /// as no bytes.
     pub(crate) fn encode(&self, most: usize) -> Vec<u8> {
         let mut clock = self.clone();
         loop {
@@ -152,7 +154,7 @@ impl StepClock {
             if bytes.len() <= most {
                 return bytes;
             }
-            // Every other one, so that the last stays.
+            // Every other pair, so that the last pair is kept.
             let odd = clock.pairs.len() % 2;
             let mut number = 0;
             clock.pairs.retain(|_| {
@@ -167,7 +169,7 @@ impl StepClock {
 }
 
 impl From<StepClock> for String {
-    /// Whether the times are those of events, the first pair, and what each pair adds to the one before it.
+    /// Writes the event time flag, the first pair, and the difference of each pair to the previous one.
     fn from(clock: StepClock) -> Self {
         use std::fmt::Write;
         let mut text = u64::from(clock.has_event_times).to_string();
@@ -184,7 +186,7 @@ impl From<StepClock> for String {
 impl TryFrom<String> for StepClock {
     type Error = Error;
 
-    /// Memory is requested for the pairs once all of them are known to be right.
+    /// Memory is requested after all pairs have been checked.
     fn try_from(text: String) -> Result<Self> {
         let mut words = text.split(' ');
         let of_events = number(words.next().unwrap_or_default())?;
@@ -204,13 +206,14 @@ fn damaged_error(problem: &str) -> Error {
     Error::new(Kind::Corruption, format!("a step clock {problem}"))
 }
 
-/// The number that a word is, in digits alone.
+/// Parses a word of decimal digits.
 fn number(word: &str) -> Result<u64> {
     let is_number = word.bytes().all(|byte| byte.is_ascii_digit());
     word.parse().ok().filter(|_| is_number).ok_or_else(|| damaged_error("with other text than numbers"))
 }
 
-/// The steps and times whose differences these words are. Each is checked against the one before it. Nothing that follows an error counts.
+/// The steps and times whose differences these words are. Each is checked against the previous one. Items after an
+/// error are meaningless.
 fn pairs_of<'a>(mut words: impl Iterator<Item = &'a str>) -> impl Iterator<Item = Result<(u64, u64)>> {
     let mut last: Option<(u64, u64)> = None;
     let mut pair = move |step: &str, time: Option<&str>| {
@@ -231,14 +234,14 @@ fn pairs_of<'a>(mut words: impl Iterator<Item = &'a str>) -> impl Iterator<Item 
 mod tests {
     use super::*;
 
-    /// The times of steps, by definition: `times[s]` is that of step s + 1.
+    /// The clock of steps by definition: `times[s]` is the time of step s + 1.
     fn clock_of(times: &[u64]) -> StepClock {
         let mut clock = StepClock::default();
         times.iter().zip(1..).for_each(|(&time, step)| clock.record(step, time));
         clock
     }
 
-    /// Some thousand times that rise by up to `most` milliseconds each.
+    /// Several thousand times that increase by up to `most` milliseconds each.
     fn times(count: u64, most: u64, seed: u64) -> Vec<u64> {
         let (mut random, mut time) = (seed, 1_700_000_000_000);
         (0..count)
@@ -256,7 +259,7 @@ mod tests {
             let times = times(count, most, count + most);
             let clock = clock_of(&times);
             let (minute, hour) = (times[times.len() - 1] / MINUTE, times[times.len() - 1] / HOUR);
-            // Of each unit the last step, and the step before the first, whose time is not known.
+            // The last step of each unit, and the step before the first, whose time is not known.
             let mut expected: Vec<(u64, u64)> = Vec::new();
             for (step, time) in std::iter::once((0, times[0])).chain((1..).zip(times.iter().copied())) {
                 let unit = match (minute - time / MINUTE < 2, hour - time / HOUR <= HOURS) {
@@ -314,7 +317,7 @@ mod tests {
         assert_eq!(clock.pairs, [(2, 10_000), (3, 12_000)]);
         clock.record(9, 20_000);
         assert_eq!((clock.step_at(19_999), clock.step_at(20_000)), (Some(3), Some(9)));
-        // Steps that are made again, after a load of an older checkpoint, are those of now.
+        // Steps that are made again after loading an older checkpoint have the current time.
         clock.record(3, 25_000);
         assert_eq!(clock.pairs, [(2, 10_000), (3, 25_000)]);
         let mut late = StepClock::default();

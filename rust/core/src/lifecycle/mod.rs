@@ -1,7 +1,7 @@
-//! The life of a row, as far as it is decided by numbers alone: which ids get a row, how the ids that wait for one are counted, and which
-//! rows die.
+//! Admission and expiry rules, computed from numbers only: which ids get a row, the counts of pending ids, and the rows
+//! that expire.
 //!
-//! Nothing here knows where rows are. The cache asks, and carries out what is decided.
+//! This module does not know the location of rows. The cache evaluates the rules and carries out their decisions.
 
 pub(crate) mod admission;
 mod bucket;

@@ -1,7 +1,7 @@
-//! The order of a table's rows in which a sweep that takes a number of rows takes them.
+//! The eviction order of a table's rows, for sweeps that evict a number of rows.
 //!
-//! Rows are ordered by their score as it has decayed by the sweep's step, then by their last step, then by their id as a u64. Ids are
-//! unique in a table, so no two rows are equal, and the order has the same bits on every rank and machine.
+//! Rows are ordered by their score decayed to the sweep's step, then by their last step, then by their id as a u64. Ids
+//! are unique in a table, so no two rows are equal, and the order is bitwise identical on every rank and machine.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,40 +9,41 @@ use crate::error::Result;
 use crate::memory;
 use crate::rows::{RowHeader, ScoreDecay};
 
-/// Bits of a [`RankKey`], as one number.
+/// Bits of a [`RankKey`] as one integer.
 const BITS: u32 = 160;
-/// Bits that one count of standings tells apart.
+/// Bits of rank keys that one histogram resolves.
 const DIGIT_BITS: u32 = 16;
-/// Places of a list for which memory is asked for at once.
+/// Number of list entries per memory allocation.
 const LISTED_AT_ONCE: usize = 1 << 10;
-/// What the memory of a census is for.
+/// Purpose of the histogram's memory, for errors.
 const TO_ORDER: &str = "order rows by their scores";
 
-/// Where a row stands in the order. Its serde form is part of published states and of manifests.
+/// The position of a row in eviction order. Its serde form is part of published states and of manifests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RankKey {
-    /// The score, as [`rising`] maps it.
+    /// The score, as mapped by [`sortable_score`].
     pub score: u32,
-    /// The step in which the row was trained last.
+    /// The last training step of the row.
     pub last_step: u64,
     /// The id, as a u64.
     pub id: u64,
 }
 
 impl RankKey {
-    /// At or below the standing of every row.
+    /// A key at or below the key of every row.
     pub const LOWEST: Self = Self { score: 0, last_step: 0, id: 0 };
-    /// At or above the standing of every row.
+    /// A key at or above the key of every row.
     pub const HIGHEST: Self = Self { score: u32::MAX, last_step: u64::MAX, id: u64::MAX };
 
-    /// The standing of a row whose score decays to `step`.
+    /// The key of a row whose score decays to `step`.
     #[inline]
     pub fn of(row: &RowHeader, decay: &ScoreDecay, step: u64) -> Self {
         Self::with(row, decay.of(row.score, row.last_step, step))
     }
 
-    /// The standing of a row of which so much is left of its score. A score below 0 stays below 0, however little is left of it.
+    /// The key of a row whose score has decayed to `score`. A score below 0 stays below 0, even if its rest rounds to
+    /// zero.
     #[inline]
     pub(super) fn with(row: &RowHeader, score: f32) -> Self {
         let score =
@@ -54,7 +55,7 @@ impl RankKey {
         u128::from(self.last_step) << 64 | u128::from(self.id)
     }
 
-    /// How many bits, counted from the lowest, can differ among the standings from `low` to `high`.
+    /// Number of low bits that can differ among the keys from `low` to `high`.
     fn bits_within(low: &Self, high: &Self) -> u32 {
         match low.score ^ high.score {
             0 => u128::BITS - (low.low_bits() ^ high.low_bits()).leading_zeros(),
@@ -69,62 +70,63 @@ impl RankKey {
             self.score >> (shift - u128::BITS)
         } else {
             let low = (self.low_bits() >> shift) as u32;
-            // A digit that begins in the last step may end in the score.
+            // A digit that starts in the last step may extend into the score.
             if shift > u128::BITS - DIGIT_BITS { low | self.score << (u128::BITS - shift) } else { low }
         };
         (bits & 0xffff) as usize
     }
 }
 
-/// A number that rises with the score. Both zeros are one score, and so are all values that are no number, which come above all others.
+/// Maps a score to an integer of the same order. Both zeros are equal, and so are all NaNs, which sort above all other
+/// scores.
 pub fn sortable_score(score: f32) -> u32 {
     if score.is_nan() {
         return u32::MAX;
     }
-    // The sum of the negative zero and the positive one is the positive one.
+    // The sum of negative zero and positive zero is positive zero.
     let bits = (score + 0.0).to_bits();
     if bits >> 31 == 0 { bits | 1 << 31 } else { !bits }
 }
 
-/// Whether no row that stands below the cut moves above it while its score decays. One may where the cut's score is below 0, because scores
-/// below 0 rise, or not finite, because what is left of an infinite score may be no number.
+/// True if no row below the threshold moves above it while its score decays. A row may if the threshold's score is
+/// below 0, because scores below 0 rise, or not finite, because an infinite score may decay to NaN.
 pub(super) fn stays_below(threshold: &RankKey) -> bool {
     (sortable_score(0.0)..sortable_score(f32::INFINITY)).contains(&threshold.score)
 }
 
-/// The standings from `low` to `high`, both included.
+/// The rank keys from `low` to `high`, both inclusive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankKeyRange {
-    /// The lowest.
+    /// The lowest key.
     pub low: RankKey,
-    /// The highest.
+    /// The highest key.
     pub high: RankKey,
-    /// Whether each standing in it is listed. Otherwise they are counted.
+    /// If true, each key in the range is listed. Otherwise keys are counted.
     pub is_listed: bool,
 }
 
-/// The standings in a part of a span: those that have its digit.
+/// The keys in one part of a range, which share a digit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankKeyPart {
-    /// How many.
+    /// Number of keys.
     pub rows: u64,
-    /// The lowest of them.
+    /// The lowest key.
     pub low: RankKey,
-    /// The highest of them.
+    /// The highest key.
     pub high: RankKey,
 }
 
-/// What was found in a span.
+/// The contents of a range.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RankRangeContents {
-    /// The parts that have rows, each after its digit, in rising order.
+    /// The parts that have rows, each after its digit, in ascending order.
     Counted(Vec<(u32, RankKeyPart)>),
-    /// The standings, in no order.
+    /// The keys, in no order.
     Listed(Vec<RankKey>),
 }
 
-/// A count of rows by their standings, which is fed one row after the other. It takes some MiB a span that is counted, and 24 bytes a standing
-/// of one that is listed.
+/// Builds a histogram of rows by their rank keys, one row at a time. It uses several MiB per counted range, and 24
+/// bytes per listed key.
 #[derive(Debug)]
 pub struct ScoreHistogramBuilder {
     decay: ScoreDecay,
@@ -137,7 +139,7 @@ pub struct ScoreHistogramBuilder {
 #[derive(Debug)]
 struct RankRangeCounter {
     span: RankKeyRange,
-    /// The digit of a standing are the bits above so many.
+    /// The digit of a key starts above this number of low bits.
     shift: u32,
     parts: Vec<RankKeyPart>,
     listed: Vec<RankKey>,
@@ -183,7 +185,7 @@ impl RankRangeCounter {
 }
 
 impl ScoreHistogramBuilder {
-    /// A count of the rows that a sweep after `step` looks at, of which `decay` says how their scores decay.
+    /// Creates a histogram of the rows that a sweep after `step` evaluates, whose scores decay by `decay`.
     ///
     /// Errors: `Memory`.
     pub fn new(step: u64, decay: ScoreDecay, spans: &[RankKeyRange]) -> Result<Self> {
@@ -191,7 +193,7 @@ impl ScoreHistogramBuilder {
         Ok(Self { decay, step, spans, rows: 0, newest: 0 })
     }
 
-    /// Count a row, but not one that was trained after the step.
+    /// Counts a row, unless it was trained after the step.
     ///
     /// Errors: `Memory`.
     #[inline]
@@ -205,21 +207,21 @@ impl ScoreHistogramBuilder {
         self.spans.iter_mut().try_for_each(|span| span.add(standing))
     }
 
-    /// What was counted.
+    /// Returns the histogram.
     pub fn finish(self) -> ScoreHistogram {
         let spans = self.spans.into_iter().map(RankRangeCounter::contents).collect();
         ScoreHistogram { rows: self.rows, newest: self.newest, spans }
     }
 }
 
-/// What a census has counted.
+/// The histogram of the rows of a shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScoreHistogram {
-    /// The rows in all.
+    /// Number of rows.
     pub rows: u64,
-    /// Those of them whose last step is the census's.
+    /// Number of rows whose last step is the histogram's step.
     pub newest: u64,
-    /// What was found in each span.
+    /// The contents of each range.
     pub spans: Vec<RankRangeContents>,
 }
 
@@ -251,7 +253,7 @@ mod tests {
         let rows =
             [row(9, 10, 1.0), row(7, 0, 4.1), row(3, 20, 2.1), row(5, 20, 2.1), row(-5, 20, 2.1), row(1, 0, 9.0)];
         let standings: Vec<RankKey> = rows.iter().map(|row| RankKey::of(row, &decay, 20)).collect();
-        // What is left of the scores: 0.5, 1.025, 2.1 three times, 2.25.
+        // The decayed scores are 0.5, 1.025, 2.1 three times, 2.25.
         assert!(standings.windows(2).all(|pair| pair[0] < pair[1]), "{standings:?}");
         let (older, newer) = (RankKey::of(&row(9, 3, 2.0), &decay, 3), RankKey::of(&row(1, 13, 2.0), &decay, 3));
         assert!(older < newer, "one that decays and one that does not, at one step");
@@ -292,7 +294,7 @@ mod tests {
         assert_eq!(scores, [1.0, 2.0, 3.0, 4.0].map(|score| (digit(score), 25)));
         let (low, high) = (parts[1].1.low, parts[1].1.high);
         assert_eq!((low, high), (standing(sortable_score(2.0), 9, 1), standing(sortable_score(2.0), 9, 97)));
-        // All of one score and one step: the ids alone differ, in their lowest seven bits.
+        // All have one score and one step: only the ids differ, in their lowest seven bits.
         let spans = [
             RankKeyRange { low, high, is_listed: false },
             RankKeyRange { low: RankKey { id: 50, ..low }, high, is_listed: true },

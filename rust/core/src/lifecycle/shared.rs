@@ -1,17 +1,18 @@
-//! The row that all ids of a table share which have none of their own.
+//! The OOV row of a table, shared by the ids that were not admitted.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::kernels::{OptimizerStep, update_row};
 use crate::rows::RowLayout;
 
-/// The shared row of a table: its weights, its vector slots, and its scalar slot where rows have one.
+/// The OOV row of a table: its weights, its vector slots, and its scalar slot if rows have one.
 ///
-/// Files have it as text, eight hexadecimal digits for the bits of each number, so that every number comes back as it was.
+/// It is serialized as text, eight hexadecimal digits for the bits of each float, so that every value is restored
+/// exactly.
 #[derive(Clone)]
 pub struct OovRow(Vec<f32>);
 
-/// By bits, so that a row is equal to itself where some of its numbers are not numbers.
+/// Compares bits, so that a row with NaNs is equal to itself.
 impl PartialEq for OovRow {
     fn eq(&self, other: &Self) -> bool {
         let bits = |row: &Self| row.0.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
@@ -26,27 +27,27 @@ impl std::fmt::Debug for OovRow {
 }
 
 impl OovRow {
-    /// A row that begins: its weights are zeros, as the optimizer's slots are.
+    /// Creates a row whose weights and optimizer slots are zeros.
     pub fn zeros(layout: RowLayout) -> Self {
         Self(vec![0.0; layout.floats()])
     }
 
-    /// From all its numbers; `None` where these are not as many as rows of the layout have.
+    /// Creates a row from all its values. Returns `None` if their number does not match the layout.
     pub fn from_values(layout: RowLayout, values: Vec<f32>) -> Option<Self> {
         (values.len() == layout.floats()).then_some(Self(values))
     }
 
-    /// All its numbers.
+    /// All its values.
     pub fn values(&self) -> &[f32] {
         &self.0
     }
 
-    /// Its weights: `[D]`. It is of `layout`, or of one with other slots.
+    /// Its weights: `[D]`. The row has `layout`, or a layout with other slots.
     pub fn weights(&self, layout: RowLayout) -> &[f32] {
         &self.0[..layout.dim.min(self.0.len())]
     }
 
-    /// The row with these weights whose slots begin anew.
+    /// Returns a row with these weights and initial slots.
     #[must_use]
     pub fn without_slots(&self, layout: RowLayout) -> Self {
         let mut begun = Self::zeros(layout);
@@ -55,7 +56,7 @@ impl OovRow {
         begun
     }
 
-    /// Update it by its gradient: `[D]`.
+    /// Updates it by its gradient: `[D]`.
     pub(crate) fn train(&mut self, layout: RowLayout, gradient: &[f32], step: &OptimizerStep) {
         update_row(layout, &mut self.0, gradient, step);
     }

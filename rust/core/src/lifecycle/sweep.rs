@@ -1,7 +1,7 @@
-//! Sweeps: which rows of a table die after a step, as a rule and not as a list of ids.
+//! Sweeps: the rows of a table that expire after a step, as a rule and not as a list of ids.
 //!
-//! Whether a row is dead depends on its own columns, the sweep's step and its constants, and on nothing else. So every tier, rank and
-//! checkpoint finds the same rows dead, whenever it looks.
+//! A row expires by its own columns, the sweep's step and the constants of the rule, and by nothing else. So every
+//! tier, rank and checkpoint finds the same expired rows at any time.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,13 +9,13 @@ use super::order::{RankKey, stays_below};
 use crate::config::EvictionRule;
 use crate::rows::{RowHeader, ScoreDecay};
 
-/// What a sweep looks at. Its serde form is part of published states and of manifests.
+/// The rule of a sweep. Its serde form is part of published states and of manifests.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ExpiryRule {
-    /// Rows that were trained last at this step or before.
+    /// Rows whose last training step is at most this one.
     LastStep(u64),
-    /// Rows whose score, decayed to the sweep's step, is below this.
+    /// Rows whose score, decayed to the sweep's step, is below `below`.
     ScoreBelow {
         /// The bound.
         below: f32,
@@ -24,16 +24,16 @@ pub enum ExpiryRule {
     },
     /// Rows whose weights have an L2 norm below this.
     NormBelow(f64),
-    /// Rows that stand below a cut in the order of rows, as it is at the sweep's step.
+    /// Rows below a threshold in eviction order at the sweep's step.
     Below {
-        /// Where the lowest row stands that stays.
+        /// The rank key of the lowest row that is kept.
         threshold: RankKey,
         /// The half life of scores, in steps.
         half_life: u64,
     },
-    /// Rows that any of these rules takes.
+    /// Rows that match any of these rules.
     Any(Vec<ExpiryRule>),
-    /// Rows that all of these rules take.
+    /// Rows that match all of these rules.
     All(Vec<ExpiryRule>),
 }
 
@@ -41,40 +41,42 @@ pub enum ExpiryRule {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExpirySweep {
-    /// Rows that were trained after this step are not looked at.
+    /// Rows that were trained after this step are not evaluated.
     pub step: u64,
-    /// What the others are held against.
+    /// The rule that is evaluated for the other rows.
     pub rule: ExpiryRule,
 }
 
 impl ExpirySweep {
-    /// What a table's rule means after `step`, where scores halve every `half_life` steps.
+    /// Creates the sweep of a table's rule after `step`, for scores that halve every `half_life` steps.
     pub fn after(step: u64, rule: &EvictionRule, half_life: u64) -> Self {
         Self { step, rule: ExpiryRule::after(step, rule, half_life) }
     }
 
-    /// The last step of the rows that were trained last of those that may die.
+    /// The maximum last step of a row that may expire.
     pub fn latest_step(&self) -> u64 {
         self.rule.latest_step().unwrap_or(self.step).min(self.step)
     }
 
-    /// Whether all rows die whose last step is at most [`ExpirySweep::latest`], whatever their other columns are.
+    /// True if a row expires exactly if its last step is at most [`ExpirySweep::latest_step`].
     pub fn is_by_last_step(&self) -> bool {
         matches!(self.rule, ExpiryRule::LastStep(_))
     }
 
-    /// Whether a row is dead, with weights `[D]`. They may be empty where the rule [needs](Sweep::needs_weights) none.
+    /// True if a row with weights `[D]` expires. The weights may be empty unless the rule
+    /// [needs](ExpirySweep::needs_weights) them.
     pub fn matches(&self, header: &RowHeader, weights: &[f32]) -> bool {
         header.last_step <= self.step && self.rule.matches(self.step, header, weights)
     }
 
-    /// What of the rule takes a row, with weights `[D]`; `None` where the row stays. Of rules that are joined by "any" these are the ones that
-    /// take it.
+    /// Returns the part of the rule that matches a row with weights `[D]`, or `None` if the row is kept. If rules are
+    /// joined by "any", the part contains only the matching ones.
     pub fn matching_rule(&self, header: &RowHeader, weights: &[f32]) -> Option<ExpiryRule> {
         if self.matches(header, weights) { self.rule.matching_rule(self.step, header, weights) } else { None }
     }
 
-    /// The score of a row after the sweep's step, by the half life that `rule` has, a part of this sweep's; `None` where that has none.
+    /// The score of a row after the sweep's step, by the half life of `rule`, a part of this sweep's rule. `None` if
+    /// that has no half life.
     pub fn score_by(&self, rule: &ExpiryRule, header: &RowHeader) -> Option<f32> {
         match rule {
             ExpiryRule::ScoreBelow { half_life, .. } | ExpiryRule::Below { half_life, .. } => {
@@ -87,22 +89,22 @@ impl ExpirySweep {
         }
     }
 
-    /// What the rule is called that takes a dead row: of several, the first that does. `weights` are `[D]`.
+    /// The name of the rule that matches an expired row; of several, the first. `weights` are `[D]`.
     pub fn reason(&self, header: &RowHeader, weights: &[f32]) -> &'static str {
         self.rule.reason(self.step, header, weights)
     }
 
-    /// Add what [`ExpirySweep::reason`] may say to `names`, without doubles.
+    /// Adds the possible results of [`ExpirySweep::reason`] to `names`, without duplicates.
     pub fn add_reasons(&self, names: &mut Vec<&'static str>) {
         self.rule.add_reasons(names);
     }
 
-    /// Whether the rule looks at weights.
+    /// True if the rule reads weights.
     pub fn needs_weights(&self) -> bool {
         self.rule.needs_weights()
     }
 
-    /// Whether every row that `older` kills is also killed by this sweep, unless it was trained or put in since.
+    /// True if every row that expires by `older` also expires by this sweep, unless it was trained or inserted since.
     pub fn covers(&self, older: &Self) -> bool {
         self == older || self.step >= older.step && self.rule.covers(&older.rule)
     }
@@ -115,12 +117,12 @@ impl ExpiryRule {
             EvictionRule::Any(rules) | EvictionRule::All(rules) if rules.len() == 1 => {
                 Self::after(step, &rules[0], half_life)
             }
-            // No row is as old as that where the table has made fewer steps.
+            // No row is that old if the table has made fewer steps.
             EvictionRule::Unused { steps } => step.checked_sub(*steps).map_or(Self::Any(Vec::new()), Self::LastStep),
             EvictionRule::ScoreBelow(below) => Self::ScoreBelow { below: *below, half_life },
             EvictionRule::NormBelow(below) => Self::NormBelow(*below),
             EvictionRule::TrainedUntil { step } => Self::LastStep(*step),
-            // The latter two stand for a rule that the caller has put in their place.
+            // The latter two are placeholders for a rule that the caller has substituted.
             EvictionRule::Nothing | EvictionRule::PerSweep | EvictionRule::PerSweepTimed => Self::Any(Vec::new()),
             EvictionRule::Below { score, last_step, id } => {
                 Self::Below { threshold: RankKey { score: *score, last_step: *last_step, id: *id }, half_life }
@@ -130,12 +132,12 @@ impl ExpiryRule {
         }
     }
 
-    /// The greatest last step of a row that this may take; `None` where it does not say.
+    /// The maximum last step of a row that may match, or `None` if the rule has no limit.
     fn latest_step(&self) -> Option<u64> {
         match self {
             Self::LastStep(last) => Some(*last),
             Self::ScoreBelow { .. } | Self::NormBelow(_) | Self::Below { .. } => None,
-            // The greatest of all, where all of them say; without any rule no row is taken.
+            // The maximum of all rules, if each has a limit; without any rule no row matches.
             Self::Any(rules) => {
                 rules.iter().try_fold(0, |greatest, rule| rule.latest_step().map(|latest| latest.max(greatest)))
             }
@@ -191,7 +193,7 @@ impl ExpiryRule {
             Self::ScoreBelow { .. } => "score",
             Self::NormBelow(_) => "l2_norm",
             Self::Below { .. } => "lowest",
-            // With a cut for a floor, which only spares rows, it is the other rule that takes them.
+            // A threshold as a floor only protects rows, so the other rule is the reason.
             Self::All(rules) => match &rules[..] {
                 [rule, Self::Below { .. }] | [Self::Below { .. }, rule] => rule.reason(step, header, weights),
                 _ => "all",
@@ -211,18 +213,18 @@ impl ExpiryRule {
         }
     }
 
-    /// Whether this rule takes, at a later step, every untouched row that `older` takes.
+    /// True if every unmodified row that matches `older` also matches this rule at a later step.
     fn covers(&self, older: &Self) -> bool {
         match (self, older) {
             (Self::LastStep(now), Self::LastStep(before)) => now >= before,
             (
                 Self::ScoreBelow { below, half_life },
                 Self::ScoreBelow { below: before, half_life: half_life_before },
-                // A score below 0, from a damaged file, rises.
+                // A score below 0, from a corrupted file, rises towards 0.
             ) => below >= before && *before > 0.0 && half_life == half_life_before,
-            // As `takes` has it: a bound below 0, from a damaged file, acts as its absolute value.
+            // In `matches`, a bound below 0, from a corrupted file, acts as its absolute value.
             (Self::NormBelow(now), Self::NormBelow(before)) => now * now >= before * before,
-            // A score only falls, down to 0, so a row that stood below the cut stays below it.
+            // A score only decreases, down to 0, so a row below the threshold stays below it.
             (
                 Self::Below { threshold: cut, half_life },
                 Self::Below { threshold: before, half_life: half_life_before },
@@ -238,7 +240,7 @@ impl ExpiryRule {
 }
 
 fn decayed(header: &RowHeader, half_life: u64, step: u64) -> f32 {
-    // A half life out of range, from a damaged file, decays nothing.
+    // A half life out of range, from a corrupted file, causes no decay.
     ScoreDecay::new(half_life).map_or(header.score, |decay| decay.of(header.score, header.last_step, step))
 }
 
@@ -341,7 +343,7 @@ mod tests {
             covered += 1;
             for number in 0..2000_u32 {
                 let last_step = u64::from(number % 71);
-                // Among them what is left of a score below 0 is a zero by the later step.
+                // The rest of the score below 0 rounds to zero at the later step.
                 let score = if number % 13 == 1 { -f32::from_bits(1) } else { (number % 13) as f32 / 4.0 - 0.5 };
                 let weight = (number % 7) as f32 / 3.0;
                 let header = row(last_step, score, crate::types::Id::from(number));

@@ -1,4 +1,4 @@
-//! The text of a path as a user gives it.
+//! The text of a path from the user.
 
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
@@ -6,17 +6,17 @@ use std::path::{Component, Path, PathBuf};
 use super::path_error;
 use crate::error::Result;
 
-/// Longest path that a user may give, in characters.
+/// Maximum length of a user's path, in characters.
 pub const MAX_PATH_CHARS: usize = 1024;
-/// Longest absolute path of a directory, in bytes. The system takes 4,095 bytes, and files that are made in the directory have up to 512
-/// more.
+/// Maximum length of a directory's absolute path, in bytes. The OS accepts 4,095 bytes, and files in the directory have
+/// up to 512 more.
 pub const MAX_ABSOLUTE_BYTES: usize = 4095 - 512;
 
-/// Check the text of a path as a user gave it, and make the path absolute. Its dots stay. `field` is the name that messages have for it.
+/// Checks the text of a user's path, and makes the path absolute. Its dots are kept. `field` is its name in messages.
 ///
-/// Errors: `Kind::Path` where the path is empty or has more than [`MAX_PATH_CHARS`] characters; where the absolute path has more than
-/// [`MAX_ABSOLUTE_BYTES`] bytes; where the path contains a null byte, begins with `~`, or has a scheme such as `s3://`; and where it is
-/// relative and the current directory is gone.
+/// Errors: `Kind::Path` if the path is empty or has more than [`MAX_PATH_CHARS`] characters; if the absolute path has
+/// more than [`MAX_ABSOLUTE_BYTES`] bytes; if the path contains a null byte, starts with `~`, or has a scheme such as
+/// `s3://`; and if it is relative and the current directory does not exist.
 pub fn checked_user_path(field: &str, user_path: &Path) -> Result<PathBuf> {
     let chars = user_path.to_string_lossy().chars().count();
     if !(1..=MAX_PATH_CHARS).contains(&chars) {
@@ -25,7 +25,8 @@ pub fn checked_user_path(field: &str, user_path: &Path) -> Result<PathBuf> {
     absolute(user_path, field)
 }
 
-/// Check as [`given_path`] does. An absolute path may be as long as the system takes it, because one that is made of a given path is longer.
+/// Like [`checked_user_path`], but an absolute path may have any length that the OS accepts, because a path derived
+/// from a user's path is longer.
 pub(super) fn absolute(user_path: &Path, field: &str) -> Result<PathBuf> {
     let bytes = user_path.as_os_str().as_bytes();
     if bytes.is_empty() {
@@ -56,8 +57,8 @@ pub(super) fn absolute(user_path: &Path, field: &str) -> Result<PathBuf> {
     Ok(absolute)
 }
 
-/// The scheme of a path that is the address of a storage, such as `s3` of `s3://bucket/x`. One slash is enough at the beginning of a
-/// relative path: `pathlib` leaves one of two.
+/// The scheme of a path that is a storage URL, such as `s3` of `s3://bucket/x`. At the start of a relative path one
+/// slash is enough, because `pathlib` merges two into one.
 fn scheme(user_path: &Path) -> Option<String> {
     let text = user_path.to_string_lossy();
     if let Some((before, _)) = text.split_once("://") {

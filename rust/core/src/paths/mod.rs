@@ -1,7 +1,9 @@
-//! Checks on directories that users name, made before anything in them is read or written; and names of files made from users' names.
+//! Checks of user-specified directories, before anything in them is read or written; and encoding of user names as file
+//! names.
 //!
-//! A check walks the path from the root with one `openat` for each component, which follows no link. So what was checked is what is there:
-//! another user could only replace a directory whose parent others may write to, and such parents are refused.
+//! A check walks the path from the root with one `openat` for each component, which follows no link. So the checked
+//! directory is the one that is used: another user could only replace a directory whose parent is writable by others,
+//! and such parents are rejected.
 
 use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
@@ -24,71 +26,72 @@ use given::absolute;
 use walk::{WalkedDir, a_group_may_write, os_error, others_may_write, walk};
 use words::sensitive_word;
 
-/// Permission bits that a checkpoint's directory may have, and is made with.
+/// Maximum permission bits of a checkpoint's directory, and its mode when it is created.
 pub const CHECKPOINT_MODE: u32 = 0o750;
-/// Permission bits that the directory of an SSD tier may have, and that of a checkpoint under [`Checks::Basic`]: nobody but its owner
-/// may write.
+/// Maximum permission bits of an SSD tier's directory, and of a checkpoint's directory under [`PathChecks::Basic`]:
+/// only the owner may write.
 pub const SSD_DIR_MODE: u32 = 0o755;
 /// The special bits of a mode: set-user-ID, set-group-ID and sticky.
 const SPECIAL_BITS: u32 = 0o7000;
 /// The permission bits and the special bits of a mode.
 const MODE_BITS: u32 = 0o7777;
-/// The permission bits by which a group and all users may write.
+/// The write bits of the group and of all users.
 const OTHERS_WRITE: u32 = 0o022;
-/// The sticky bit: in a directory of this mode users may remove only what is theirs.
+/// The sticky bit: in a directory of this mode users may remove only their own files.
 const STICKY: u32 = 0o1000;
-/// The set-group-ID bit of a directory, which the system gives to directories made in it.
+/// The set-group-ID bit of a directory, which new subdirectories inherit.
 const SET_GROUP_ID: u32 = 0o2000;
 
-/// Directories that belong to the system, with all that lies below them.
+/// Directories that belong to the system, with everything below them.
 const SYSTEM_DIRECTORIES: [&str; 11] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/boot", "/proc", "/sys"];
-/// `/dev` holds devices, except for its file system in RAM.
+/// `/dev` contains devices, except for its file system in RAM.
 const DEVICES: &str = "/dev";
 const SHARED_MEMORY: &str = "/dev/shm";
-/// How messages call the less strict rules.
+/// Name of the less strict rules in messages.
 const BASIC: &str = "path_checks=\"basic\", which refuses only what others can write to";
-/// How messages call the rules for a volume that others may write to.
+/// Name of the rules for a volume with other writers in messages.
 const TRUSTED: &str =
     "where everybody who can write there is trusted, as in a volume of a pod, give path_checks=\"trusted\"";
 
-/// Which rules a checkpoint's directory must keep.
+/// The rules for a checkpoint's directory.
 ///
-/// All take a path without `..`, whose text [`given_path`] accepts. All refuse a symbolic link in any component: a caller who wants links
-/// followed resolves them once, by [`Checks::resolve_to_save`], and uses their target from then on. `Strict` and `Basic` refuse a parent
-/// that others may write to. To save, they also refuse a directory of another user, and a parent that a group may write to or that belongs
-/// neither to the caller nor to root.
+/// All require a path without `..` that [`checked_user_path`] accepts. All reject a symbolic link in any component: a
+/// caller that follows links resolves them once, by [`PathChecks::resolve_to_save`], and uses the target afterwards.
+/// `Strict` and `Basic` reject a parent that others may write to. For saves, they also reject a directory of another
+/// user, and a parent that a group may write to or that belongs neither to the caller nor to root.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PathChecks {
-    /// No sensitive word, no system directory, a mode of at most [`CHECKPOINT_MODE`], and nothing opened in the directory that others may
-    /// write to or that has special bits. A load asks the same as a save.
+    /// No sensitive word, no system directory, a mode of at most [`CHECKPOINT_MODE`], and nothing opened in the
+    /// directory that others may write to or that has special bits. Loads and saves have the same rules.
     Strict,
     /// A mode of at most [`SSD_DIR_MODE`], and nothing opened in the directory that others may write to.
     Basic,
-    /// Any owner and any mode, of the directory, its parents and all that is opened in it. Everybody who can write there is trusted.
+    /// Any owner and any mode, for the directory, its parents and everything that is opened in it. Every user who can
+    /// write there is trusted.
     Trusted,
 }
 
 /// The rules that differ between uses of a directory.
 #[derive(Clone, Copy, Debug)]
-#[allow(clippy::struct_excessive_bools)] // each is a rule of its own
+#[allow(clippy::struct_excessive_bools)] // each is a separate rule
 struct PathRules {
-    /// What messages call the path.
+    /// The name of the path in messages.
     field: &'static str,
-    /// Refuse sensitive words and system directories.
+    /// Reject sensitive words and system directories.
     check_words: bool,
     /// Permission bits and special bits that the directory may have.
     allowed_mode: u32,
     /// The directory must belong to the caller.
     must_own: bool,
-    /// Nobody but the caller and root may be able to replace a component of the path. Without this only directories are refused that any
-    /// user may write to.
+    /// Only the caller and root may be able to replace a component of the path. Without this, only directories that any
+    /// user may write to are rejected.
     no_other_writers: bool,
     /// Others may write to the directory and to its parents.
     trust_writers: bool,
     /// The caller must be able to write.
     writable: bool,
-    /// Make the directory and its parents when missing.
+    /// Create the directory and its parents if missing.
     create: bool,
 }
 
@@ -117,8 +120,8 @@ impl PathChecks {
         }
     }
 
-    /// The rule for an entry below the directory, given its path, what it is, and what its parent is; `None` where there is no rule. Its error
-    /// is `Kind::Permission`.
+    /// Returns the check of an entry below the directory, whose arguments are the entry's path, its stat and its
+    /// parent's stat, or `None` if there is no rule. Its error is `Kind::Permission`.
     #[allow(clippy::type_complexity)] // the layer of files has a name for it
     pub fn entry_check(self) -> Option<fn(&Path, &Stat, &Stat) -> Result<()>> {
         match self {
@@ -128,58 +131,61 @@ impl PathChecks {
         }
     }
 
-    /// Check the directory that a checkpoint is saved to, and make it (mode 0750) when it is missing. Returns the absolute path, and the
-    /// directory open for reading. Work below this descriptor is work in what was checked, whatever the path names by then.
+    /// Checks the directory of a checkpoint to save, and creates it (mode 0750) if it is missing. Returns the absolute
+    /// path, and the directory open for reading. Operations relative to this descriptor use the checked directory, even
+    /// if the path changes.
     ///
-    /// Errors: `Kind::Path` (the text of the path, `..`, symbolic link, not a directory; of strict checks: sensitive word, system
-    /// directory), `Kind::Permission` (its mode, another owner, not writable, a parent in which others may exchange it).
+    /// Errors: `Kind::Path` (invalid path, `..`, symbolic link, not a directory; for strict checks: sensitive word,
+    /// system directory), `Kind::Permission` (its mode, another owner, not writable, a parent in which others may
+    /// replace it).
     pub fn open_to_save(self, path: &Path) -> Result<(PathBuf, OwnedFd)> {
         open(path, self.rules(true))
     }
 
-    /// Check the directory that a checkpoint is loaded from, as [`Checks::open_to_save`] does. It must exist, and need not be writable.
+    /// Checks the directory of a checkpoint to load, like [`PathChecks::open_to_save`]. It must exist, and need not be
+    /// writable.
     pub fn open_to_load(self, path: &Path) -> Result<(PathBuf, OwnedFd)> {
         open(path, self.rules(false))
     }
 
-    /// Check as [`Checks::open_to_save`] does, and return the path only.
+    /// Like [`PathChecks::open_to_save`], but returns only the path.
     pub fn directory_to_save(self, path: &Path) -> Result<PathBuf> {
         check(path, self.rules(true))
     }
 
-    /// Check as [`Checks::open_to_load`] does, and return the path only.
+    /// Like [`PathChecks::open_to_load`], but returns only the path.
     pub fn directory_to_load(self, path: &Path) -> Result<PathBuf> {
         check(path, self.rules(false))
     }
 
-    /// The absolute path of what `path` leads to. Links and `..` are followed; what is missing at the end stays as it was given. A link that
-    /// others may point elsewhere is refused. The directory itself is checked when it is opened.
+    /// Resolves `path` to an absolute path. Links and `..` are followed; missing components at the end are kept as
+    /// specified. A link that others may redirect is rejected. The directory itself is checked when it is opened.
     pub fn resolve_to_save(self, path: &Path) -> Result<PathBuf> {
         walk::resolve(path, self.rules(true))
     }
 
-    /// Resolve as [`Checks::resolve_to_save`] does, for a path that is only read.
+    /// Like [`PathChecks::resolve_to_save`], for a path that is only read.
     pub fn resolve_to_load(self, path: &Path) -> Result<PathBuf> {
         walk::resolve(path, self.rules(false))
     }
 }
 
-/// [`Checks::directory_to_save`] with strict checks.
+/// [`PathChecks::directory_to_save`] with strict checks.
 pub fn directory_to_save(path: &Path) -> Result<PathBuf> {
     PathChecks::Strict.directory_to_save(path)
 }
 
-/// [`Checks::directory_to_load`] with strict checks.
+/// [`PathChecks::directory_to_load`] with strict checks.
 pub fn directory_to_load(path: &Path) -> Result<PathBuf> {
     PathChecks::Strict.directory_to_load(path)
 }
 
-/// [`Checks::open_to_save`] with strict checks.
+/// [`PathChecks::open_to_save`] with strict checks.
 pub fn open_to_save(path: &Path) -> Result<(PathBuf, OwnedFd)> {
     PathChecks::Strict.open_to_save(path)
 }
 
-/// [`Checks::open_to_load`] with strict checks.
+/// [`PathChecks::open_to_load`] with strict checks.
 pub fn open_to_load(path: &Path) -> Result<(PathBuf, OwnedFd)> {
     PathChecks::Strict.open_to_load(path)
 }
@@ -199,16 +205,16 @@ fn ssd_rules(checks: PathChecks) -> PathRules {
     }
 }
 
-/// Check a user's `ssd_dir`: it must exist, be writable by the caller and, unless `checks` is [`Checks::Trusted`], by nobody else. Returns
-/// the absolute path.
+/// Checks a user's `ssd_dir`: it must exist, be writable by the caller and, unless `checks` is [`PathChecks::Trusted`],
+/// by no other user. Returns the absolute path.
 ///
-/// Errors: `Kind::Path` (the text of the path, `..`, symbolic link, missing, not a directory), `Kind::Permission` (group or others
-/// may write, another owner, not writable, a parent in which others may exchange it).
+/// Errors: `Kind::Path` (invalid path, `..`, symbolic link, missing, not a directory), `Kind::Permission` (group or
+/// others may write, another owner, not writable, a parent in which others may replace it).
 pub fn directory_for_ssd(path: &Path, checks: PathChecks) -> Result<PathBuf> {
     check(path, ssd_rules(checks))
 }
 
-/// Check as [`directory_for_ssd`] does, and return the directory open too, as [`Checks::open_to_save`] does.
+/// Like [`directory_for_ssd`], but also returns the open directory, like [`PathChecks::open_to_save`].
 pub fn open_for_ssd(path: &Path, checks: PathChecks) -> Result<(PathBuf, OwnedFd)> {
     open(path, ssd_rules(checks))
 }
@@ -217,7 +223,8 @@ fn check(user_path: &Path, rules: PathRules) -> Result<PathBuf> {
     checked(user_path, rules).map(|(path, _)| path)
 }
 
-/// Check a directory and open it for reading. What is opened is what was checked, whatever happened to the path meanwhile.
+/// Checks a directory and opens it for reading. The opened directory is the checked one, even if the path changes
+/// concurrently.
 fn open(user_path: &Path, rules: PathRules) -> Result<(PathBuf, OwnedFd)> {
     let (path, directory) = checked(user_path, rules)?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -234,7 +241,7 @@ fn checked(user_path: &Path, rules: PathRules) -> Result<(PathBuf, OwnedFd)> {
     if user_path.components().any(|component| component == Component::ParentDir) {
         return Err(path_error(user_path, rules.field, "contains '..': name the directory itself"));
     }
-    // Joining drops single dots and doubled slashes.
+    // Joining removes single dots and doubled slashes.
     let path: PathBuf = absolute.components().collect();
     if rules.check_words {
         if let Some(word) = path.components().find_map(sensitive_word) {
@@ -285,7 +292,7 @@ fn check_owner(path: &Path, rules: PathRules, stat: &Stat) -> Result<()> {
     Err(permission_error(path, why))
 }
 
-/// `inherited`: the special bits that the system gave to the directory because its parent has them.
+/// Checks the mode. `inherited` has the special bits that the OS set because the parent has them.
 fn check_mode(path: &Path, rules: PathRules, stat: &Stat, inherited: u32) -> Result<()> {
     let mode = stat.st_mode & MODE_BITS;
     if mode & !(rules.allowed_mode | inherited) == 0 {
@@ -294,7 +301,7 @@ fn check_mode(path: &Path, rules: PathRules, stat: &Stat, inherited: u32) -> Res
     let shown = path.display();
     let limit = rules.allowed_mode & !SPECIAL_BITS;
     let allows = format!("{} {shown} has mode {mode:04o}, which allows more than {limit:04o}", rules.field);
-    // Users who share the directory need its mode as it is, so the message proposes another directory.
+    // Users who share the directory depend on its mode, so the message proposes another directory.
     let cure = if mode & STICKY != 0 && others_may_write(stat) {
         format!("users share it: make a directory of your own in it (mkdir -m 750 {shown}/NAME) and give that")
     } else if stat.st_uid != caller_uid() {
@@ -309,8 +316,8 @@ fn check_mode(path: &Path, rules: PathRules, stat: &Stat, inherited: u32) -> Res
     Err(permission_error(path, format!("{allows}: {cure}")))
 }
 
-/// The mode that `chmod` is to be given so that an entry has no bits but those of `limit`. GNU's chmod keeps the special bits of a directory
-/// where they are not named.
+/// The mode to pass to `chmod` so that an entry has only bits of `limit`. GNU's chmod keeps the special bits of a
+/// directory if they are not specified.
 fn narrowed(stat: &Stat, limit: u32) -> String {
     let mode = stat.st_mode & limit;
     if stat.st_mode & SPECIAL_BITS == 0 { format!("{mode:o}") } else { format!("00{mode:o}") }
@@ -321,7 +328,8 @@ fn inherited(parent: &Stat) -> u32 {
     parent.st_mode & SET_GROUP_ID
 }
 
-/// See [`Checks::entry_check`]. What others may read counts in the directory's own mode, below which they do not get.
+/// See [`PathChecks::entry_check`]. Read permissions are checked only on the directory itself, which blocks access to
+/// its entries.
 fn check_strict_entry(path: &Path, entry: &Stat, parent: &Stat) -> Result<()> {
     let mode = entry.st_mode & MODE_BITS;
     if mode & !(SSD_DIR_MODE | inherited(parent)) == 0 {
@@ -334,7 +342,7 @@ fn check_strict_entry(path: &Path, entry: &Stat, parent: &Stat) -> Result<()> {
     ))
 }
 
-/// See [`Checks::entry_check`].
+/// See [`PathChecks::entry_check`].
 fn check_basic_entry(path: &Path, entry: &Stat, _parent: &Stat) -> Result<()> {
     if !others_may_write(entry) && !a_group_may_write(entry) {
         return Ok(());

@@ -2,11 +2,12 @@
 
 use std::fmt::Write as _;
 
-/// Longest encoded name, in bytes: leaves room for a suffix within the 255 that file systems take.
+/// Longest encoded name, in bytes. It leaves space for a suffix within the 255 bytes of file systems.
 const MAX_NAME_BYTES: usize = 100;
 
-/// A file name for a user's name (of a module, of a table): letters, digits, `_`, `-` and `.` as they are, other bytes as `%XX`, so
-/// that distinct names stay distinct; no name is empty, starts with a dot or is longer than 100 bytes (long ones end in a hash).
+/// Encodes a user's name (of a module, of a table) as a file name: letters, digits, `_`, `-` and `.` are kept, and
+/// other bytes become `%XX`, so that distinct names stay distinct. No result is empty, starts with a dot or is longer
+/// than 100 bytes (long ones end in a hash).
 pub fn encode_name(name: &str) -> String {
     let mut encoded = String::with_capacity(name.len());
     for (position, byte) in name.bytes().enumerate() {

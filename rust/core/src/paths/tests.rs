@@ -1,4 +1,4 @@
-//! Every rule, by directories that keep it and directories that break it.
+//! Tests of every rule, with directories that follow it and directories that violate it.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
@@ -227,7 +227,7 @@ fn special_bits_count_in_strict_checks_unless_the_parent_has_given_them() {
         assert!(PathChecks::Basic.directory_to_save(&dir).is_ok(), "{mode:o}");
         assert!(check_for_ssd(&dir).is_ok(), "{mode:o}");
     }
-    // As in a directory whose files are all of its group.
+    // A set-group-ID directory, whose files all belong to its group.
     chmod(root.path(), 0o2755);
     let made = directory_to_save(&root.path().join("a/b")).expect("made");
     assert_eq!(std::fs::metadata(&made).expect("there").mode() & 0o7000, 0o2000);
@@ -276,7 +276,7 @@ fn trusted_checks_accept_every_owner_and_mode_of_the_directory_and_its_parents()
     let (root, dir) = private();
     std::fs::write(dir.join("file"), "").expect("written");
     std::os::unix::fs::symlink(&dir, root.path().join("link")).expect("linked");
-    // As `fsGroup` and `emptyDir` of a pod have them.
+    // The modes of `fsGroup` and `emptyDir` in a pod.
     for (parent, mode) in [(0o2775, 0o2775), (0o777, 0o777), (0o777, 0o2770), (0o755, 0o4757)] {
         chmod(root.path(), parent);
         chmod(&dir, mode);

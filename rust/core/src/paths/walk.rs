@@ -1,4 +1,5 @@
-//! Walks over paths, one component at a time from the root. Each parent is checked before anything below it is touched.
+//! Walks over paths, one component at a time from the root. Each parent is checked before anything below it is
+//! accessed.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -13,7 +14,7 @@ use super::given::absolute;
 use super::{BASIC, CHECKPOINT_MODE, PathRules, STICKY, TRUSTED, caller_uid, inherited, path_error, permission_error};
 use crate::error::{Error, Result};
 
-/// How many links one path may pass: as many as the kernel allows.
+/// Maximum number of links in one path: the limit of the kernel.
 const MOST_LINKS: u32 = 40;
 
 /// Directories that all users share. No message proposes to change their modes.
@@ -33,14 +34,14 @@ fn stat_of(directory: &OwnedFd, path: &Path) -> Result<Stat> {
     rustix::fs::fstat(directory).map_err(|e| os_error("inspect", path, e))
 }
 
-/// A directory that a walk has led to.
+/// A directory that a walk has reached.
 pub(super) struct WalkedDir {
     pub(super) directory: OwnedFd,
-    /// The special bits that it has only because its parent has them.
+    /// The special bits that it only has because its parent has them.
     pub(super) inherited: u32,
 }
 
-/// Open `path`, which is absolute and has no dots or links. Messages name it as it was `user_path`.
+/// Opens `path`, which is absolute and has no dots or links. Messages use `user_path`.
 pub(super) fn walk(path: &Path, rules: PathRules, user_path: &Path) -> Result<WalkedDir> {
     let mut here = PathBuf::from("/");
     let (mut directory, mut from_parent) = (file_system_root()?, 0);
@@ -94,7 +95,7 @@ fn cannot_open(errno: Errno, reached: &Path, rules: PathRules, user_path: &Path)
     path_error(user_path, rules.field, &format!("has a component that no file system takes: {shortened}"))
 }
 
-/// The directories from the root to where a path has led so far.
+/// The directories from the root to the current position of a walk.
 struct PathTrail {
     root: OwnedFd,
     below: Vec<(OsString, OwnedFd)>,
@@ -110,7 +111,7 @@ impl PathTrail {
     }
 }
 
-/// See [`super::Checks::resolve_to_save`].
+/// See [`super::PathChecks::resolve_to_save`].
 pub(super) fn resolve(user_path: &Path, rules: PathRules) -> Result<PathBuf> {
     let mut trail = PathTrail { root: file_system_root()?, below: Vec::new() };
     let mut todo = components(&absolute(user_path, rules.field)?);
@@ -164,7 +165,7 @@ fn components(path: &Path) -> VecDeque<OsString> {
     kept.map(|part| part.as_os_str().to_owned()).collect()
 }
 
-/// The whole path where `reached` is missing, and so all below it.
+/// Returns the complete path if `reached` and everything below it are missing.
 fn missing(reached: &Path, below: &VecDeque<OsString>, rules: PathRules, user_path: &Path) -> Result<PathBuf> {
     if below.iter().any(|name| name == "..") {
         let why = format!("goes up by '..' from {}, which is missing", reached.display());
@@ -173,8 +174,8 @@ fn missing(reached: &Path, below: &VecDeque<OsString>, rules: PathRules, user_pa
     Ok(below.iter().fold(reached.to_owned(), |path, name| path.join(name)))
 }
 
-/// Refuse a link that somebody else may point elsewhere: one that belongs neither to the caller, nor to root, nor to the owner of its
-/// directory.
+/// Rejects a link that another user may redirect: one that belongs neither to the caller, nor to root, nor to the owner
+/// of its directory.
 fn check_link(link: &Stat, parent: &Stat, reached: &Path, rules: PathRules) -> Result<()> {
     check_parent(parent, reached.parent().unwrap_or(reached), rules)?;
     if rules.trust_writers || [0, caller_uid(), parent.st_uid].contains(&link.st_uid) {
@@ -192,16 +193,16 @@ pub(super) fn others_may_write(stat: &Stat) -> bool {
     stat.st_mode & 0o002 != 0
 }
 
-/// Whether users besides the owner may write by the group. A group with the caller's own number, which is the caller's default group, does
-/// not count: systems make such a group for each user alone.
+/// True if users other than the owner may write by the group. A group whose number is the caller's user id, and which
+/// is the caller's effective group, does not count: it contains only this user.
 pub(super) fn a_group_may_write(stat: &Stat) -> bool {
     let group = stat.st_gid;
     let own = group != 0 && group == caller_uid() && group == rustix::process::getegid().as_raw();
     stat.st_mode & 0o020 != 0 && !own
 }
 
-/// Refuse a directory in which others may replace what a path leads through. In one with the sticky bit others may replace only what is
-/// theirs, and that is refused as the next component.
+/// Rejects a directory in which others may replace a component of a path. In a directory with the sticky bit others may
+/// replace only their own entries, and those are rejected as the next component.
 fn check_parent(stat: &Stat, path: &Path, rules: PathRules) -> Result<()> {
     if rules.trust_writers {
         return Ok(());
@@ -235,7 +236,7 @@ fn check_parent(stat: &Stat, path: &Path, rules: PathRules) -> Result<()> {
     ))
 }
 
-/// Make the directory `name` in `parent`, durably. Another rank may make it at the same time.
+/// Creates the directory `name` in `parent`, durably. Another rank may create it at the same time.
 fn make(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<()> {
     match rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(CHECKPOINT_MODE)) {
         Ok(()) | Err(Errno::EXIST) => {}

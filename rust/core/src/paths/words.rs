@@ -1,19 +1,19 @@
-//! Words in a path that name a place for secrets.
+//! Words in a path that indicate a location for secrets.
 
 use std::path::Component;
 
-/// Words that no path of a checkpoint may have.
+/// Words that are not allowed in the path of a checkpoint.
 const SENSITIVE_WORDS: [&str; 6] = ["key", "password", "passwd", "secret", "credential", "privatekey"];
-/// Words that are sensitive together, whatever stands between them.
+/// Words that are sensitive together, with any separator.
 const SENSITIVE_PAIRS: [(&str, &str); 4] = [("id", "rsa"), ("id", "dsa"), ("id", "ecdsa"), ("id", "ed25519")];
-/// Whole names of directories.
+/// Complete names of directories.
 const SENSITIVE_NAMES: [&str; 1] = [".ssh"];
-/// Words that hold a sensitive one where they are written with a capital inside, as in `MonKey`.
+/// Words that contain a sensitive one if they are written with an inner capital, as in `MonKey`.
 const HARMLESS_WORDS: [&str; 9] =
     ["monkey", "donkey", "turkey", "hockey", "jockey", "keyboard", "keyword", "keypoint", "keyframe"];
 
-/// The sensitive word that a component of a path has: alone or in the plural, between characters that are neither letters nor digits, or
-/// with a capital in place of them, as in `apiKey`. Case does not count.
+/// Returns the sensitive word in a component of a path: in singular or plural, between characters that are neither
+/// letters nor digits, or delimited by a capital, as in `apiKey`. Case is ignored.
 pub(super) fn sensitive_word(component: Component<'_>) -> Option<String> {
     let Component::Normal(name) = component else { return None };
     let name = name.to_string_lossy();
@@ -39,12 +39,13 @@ pub(super) fn sensitive_word(component: Component<'_>) -> Option<String> {
     Some(pairs.join("_"))
 }
 
-/// Whether `word` is one of `words`, or the plural of one.
+/// True if `word` is one of `words`, or the plural of one.
 fn is_one_of(word: &str, words: &[&str]) -> bool {
     words.iter().any(|one| word == *one || word.strip_suffix('s') == Some(one))
 }
 
-/// The words of a run of letters and digits, in lower case. A capital begins a word after a letter that is none, and before one that is none.
+/// The words of a run of letters and digits, in lower case. A capital starts a word after a lower-case letter, and
+/// before a lower-case letter.
 fn humps(run: &str) -> Vec<String> {
     let letters: Vec<char> = run.chars().collect();
     let mut words = vec![String::new()];

@@ -1,30 +1,33 @@
-//! The ids that left lately, by fingerprint. This is a table of buckets without lists, as in the S3-FIFO paper (section 4.2).
+//! Fingerprints of the ids that left recently. A table of buckets without lists, as in the S3-FIFO paper (section 4.2).
 
 use crate::prefetch::prefetch;
 use crate::types::{Id, hash_id};
 
 const BUCKET: usize = 8;
 
-/// Remembers about the last `length` ids that were given to it. When a bucket overflows its oldest id is forgotten early. Two ids
-/// in the same bucket look the same with a probability of 2⁻³². Only the choice of victims depends on this.
+/// Remembers about the last `length` ids that were added. When a bucket overflows its oldest id is forgotten early. Two
+/// ids in the same bucket have equal fingerprints with a probability of 2⁻³². Only the choice of victims depends on
+/// this.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GhostTable {
-    /// The number of the departure (0 for a free entry) in the upper half, and a fingerprint of the id in the lower.
+    /// The departure number (0 for a free entry) in the upper half, and a fingerprint of the id in the lower.
     entries: Vec<u64>,
     length: u32,
     now: u32,
 }
 
 impl GhostTable {
-    /// Bytes for each slot of the tier: 8 bytes an entry, 0.9 ids remembered a slot, 5/4 entries an id, and a fifth more.
+    /// Bytes per slot of the tier: 8 bytes per entry, 0.9 remembered ids per slot, 5/4 entries per id, and a fifth
+    /// more.
     pub(super) const BYTES_PER_ID: usize = 11;
 
-    /// Remember `id` for the next `length` departures.
+    /// Remembers `id` for the next `length` departures.
     pub(super) fn remember(&mut self, id: Id, length: u32) {
         let length = length.max(1);
         let needed = (length as usize * 5 / 4).next_multiple_of(BUCKET);
         if self.entries.len() < needed || self.now == u32::MAX {
-            // A fifth more entries than needed, so that a tier that fills up does not start anew, and forget all, with every row.
+            // A fifth more entries than needed, so that a tier that fills up does not restart with an empty table for
+            // every row.
             let wanted = if self.now == 0 { needed } else { (needed * 6 / 5).next_multiple_of(BUCKET) };
             let mut entries = Vec::new();
             if entries.try_reserve_exact(wanted).is_ok() {
@@ -33,7 +36,7 @@ impl GhostTable {
             } else if self.entries.is_empty() {
                 return;
             } else {
-                // There is no memory to remember more. The table is emptied instead, and forgets earlier from now on.
+                // The allocation failed. The table is emptied instead, and remembers fewer departures.
                 self.entries.fill(0);
             }
             self.now = 0;
@@ -47,7 +50,7 @@ impl GhostTable {
         }
     }
 
-    /// Whether `id` left lately. This forgets the id.
+    /// Returns true if `id` left recently, and forgets it.
     pub(super) fn take(&mut self, id: Id) -> bool {
         if self.entries.is_empty() {
             return false;
@@ -60,7 +63,7 @@ impl GhostTable {
         found.map(|held| *held = 0).is_some()
     }
 
-    /// Start to load the bucket of `id` into the processor's cache.
+    /// Prefetches the bucket of `id` into the CPU cache.
     pub(super) fn prefetch(&self, id: Id) {
         if !self.entries.is_empty() {
             prefetch(&self.entries, self.start(id));

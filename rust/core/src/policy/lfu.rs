@@ -1,6 +1,6 @@
-//! The policy `lfu`: the least frequently used row leaves first, and among equals the one whose last use is longest ago. Every step
-//! takes constant time, by a list of levels with one level for each count of uses that occurs. Source: Shah, Mitra, Matani, "An
-//! O(1) algorithm for implementing the LFU cache eviction scheme", 2010.
+//! The policy `lfu`: evicts the least frequently used row first, and among equals the one with the oldest last use.
+//! Every step takes constant time, by a list of levels with one level per occurring use count. Source: Shah, Mitra,
+//! Matani, "An O(1) algorithm for implementing the LFU cache eviction scheme", 2010.
 
 use std::collections::TryReserveError;
 
@@ -10,14 +10,14 @@ use crate::types::{CacheSlot, Id};
 
 const NO_LEVEL: u32 = u32::MAX;
 
-/// The levels, lowest count first, and for each slot its level. Slots that were in use when their turn came are parked in their
-/// level.
+/// The levels, lowest count first, and the level of each slot. Slots that were in use when they were due are parked in
+/// their level.
 #[derive(Clone, Debug)]
 pub(super) struct LfuPolicy {
     links: SlotLinks,
     positions: PerSlot<LfuPosition>,
     levels: Vec<LfuLevel>,
-    /// Indexes of `levels` that are not in use.
+    /// Unused indexes of `levels`.
     free: Vec<u32>,
     /// The level with the lowest count.
     lowest: u32,
@@ -57,8 +57,8 @@ impl LfuPolicy {
         }
     }
 
-    /// The index of the level for `count`. It is the next level above `below`, or is made there. With `NO_LEVEL` for `below` it is
-    /// the lowest.
+    /// The index of the level for `count`: the next level above `below`, created there if missing. With `NO_LEVEL` for
+    /// `below` it is the lowest.
     fn level_above(&mut self, below: u32, count: u32) -> u32 {
         let above = if below == NO_LEVEL { self.lowest } else { self.levels[below as usize].above };
         if above != NO_LEVEL && self.levels[above as usize].count == count {
@@ -96,7 +96,7 @@ impl LfuPolicy {
         self.positions.set(slot, position);
     }
 
-    /// Take a slot out of its list. Its level stays, even if it is empty.
+    /// Removes a slot from its list. Keeps its level, even if it is empty.
     fn take_out(&mut self, slot: CacheSlot) -> LfuPosition {
         let home = self.positions.get(slot);
         if home.level != NO_LEVEL {
@@ -203,7 +203,8 @@ impl ReplacementPolicy for LfuPolicy {
     }
 
     fn bytes_per_slot(&self) -> usize {
-        // Levels are not counted: they are few beside the slots, because d different counts take at least d²/2 uses.
+        // Levels are not counted: they are few compared to the slots, because d different counts require at least d²/2
+        // uses.
         SlotLinks::BYTES_PER_SLOT + size_of::<LfuPosition>()
     }
 

@@ -1,5 +1,5 @@
-//! Doubly linked lists of slots. The links lie in one array that is indexed by slot. So a list costs no allocation, and a slot is
-//! in one list at most.
+//! Doubly linked lists of slots. The links are stored in one array that is indexed by slot. So a list costs no
+//! allocation, and a slot is in one list at most.
 
 use std::collections::TryReserveError;
 
@@ -10,7 +10,7 @@ use crate::types::CacheSlot;
 
 const END: CacheSlot = CacheSlot::MAX;
 
-/// The links of all slots of a policy: for each slot its newer and its older neighbour.
+/// The links of all slots of a policy: the newer and the older neighbour of each slot.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SlotLinks(Vec<[CacheSlot; 2]>);
 
@@ -46,36 +46,36 @@ impl SlotList {
 impl SlotLinks {
     pub(super) const BYTES_PER_SLOT: usize = size_of::<[CacheSlot; 2]>();
 
-    /// Links with memory for `slots`, unless the system refuses to give that much at once.
+    /// Links with memory for `slots`, unless that allocation fails.
     pub(super) fn with_capacity(slots: u32) -> Self {
         Self(vec_for_slots(slots))
     }
 
-    /// Reserve memory, so that slots below `slots` need no more.
+    /// Reserves memory, so that slots below `slots` need no more.
     pub(super) fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
         self.0.try_reserve(slots.saturating_sub(self.0.len()))
     }
 
-    /// Have links for `slot`, and for those below it.
+    /// Extends the links to `slot` and all slots below it.
     pub(super) fn cover(&mut self, slot: CacheSlot) {
         if self.0.len() <= slot as usize {
             self.0.resize(slot as usize + 1, [END; 2]);
         }
     }
 
-    /// Start to load the links of a slot into the processor's cache.
+    /// Prefetches the links of a slot into the CPU cache.
     pub(super) fn prefetch(&self, slot: CacheSlot) {
         prefetch(&self.0, slot as usize);
     }
 
-    /// Start to load the links of a slot's neighbours, which change when it is unlinked.
+    /// Prefetches the links of a slot's neighbours, which change when it is unlinked.
     pub(super) fn prefetch_neighbours(&self, slot: CacheSlot) {
         for &neighbour in self.0.get(slot as usize).into_iter().flatten() {
             self.prefetch(neighbour);
         }
     }
 
-    /// Put a slot that is in no list at the front of `list`.
+    /// Puts a slot that is in no list at the front of `list`.
     pub(super) fn push_front(&mut self, list: &mut SlotList, slot: CacheSlot) {
         self.cover(slot);
         self.0[slot as usize] = [END, list.front];
@@ -87,8 +87,8 @@ impl SlotLinks {
         list.len += 1;
     }
 
-    /// Put slots that are in no list at the front of `list`, one after the other: as [`Links::push_front`] for each, in their order. There are
-    /// links for all of them.
+    /// Puts slots that are in no list at the front of `list`, in order, like [`SlotLinks::push_front`] for each. The
+    /// links must cover all of them.
     pub(super) fn push_all_front(&mut self, list: &mut SlotList, slots: &[CacheSlot]) {
         let (Some(&first), Some(&last)) = (slots.first(), slots.last()) else { return };
         match list.front {
@@ -104,7 +104,7 @@ impl SlotLinks {
         list.len += slots.len() as u32;
     }
 
-    /// Put a slot that is in no list at the back of `list`.
+    /// Puts a slot that is in no list at the back of `list`.
     pub(super) fn push_back(&mut self, list: &mut SlotList, slot: CacheSlot) {
         self.cover(slot);
         self.0[slot as usize] = [list.back, END];
@@ -116,7 +116,7 @@ impl SlotLinks {
         list.len += 1;
     }
 
-    /// Take a slot out of `list`, in which it is.
+    /// Removes a slot from `list`, which must contain it.
     pub(super) fn unlink(&mut self, list: &mut SlotList, slot: CacheSlot) {
         let [newer, older] = self.0[slot as usize];
         match newer {
@@ -130,24 +130,24 @@ impl SlotLinks {
         list.len -= 1;
     }
 
-    /// Move a slot of `list` to its front.
+    /// Moves a slot of `list` to its front.
     pub(super) fn move_to_front(&mut self, list: &mut SlotList, slot: CacheSlot) {
         self.unlink(list, slot);
         self.push_front(list, slot);
     }
 }
 
-/// A value for each slot. It is `T::default()` where none was set.
+/// A value per slot, `T::default()` if not set.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PerSlot<T>(Vec<T>);
 
 impl<T: Copy + Default> PerSlot<T> {
-    /// See [`Links::with_capacity`].
+    /// See [`SlotLinks::with_capacity`].
     pub(super) fn with_capacity(slots: u32) -> Self {
         Self(vec_for_slots(slots))
     }
 
-    /// See [`Links::reserve`].
+    /// See [`SlotLinks::reserve`].
     pub(super) fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
         self.0.try_reserve(slots.saturating_sub(self.0.len()))
     }
@@ -161,21 +161,21 @@ impl<T: Copy + Default> PerSlot<T> {
         self.0[slot as usize] = value;
     }
 
-    /// See [`Links::cover`].
+    /// See [`SlotLinks::cover`].
     pub(super) fn cover(&mut self, slot: CacheSlot) {
         if self.0.len() <= slot as usize {
             self.0.resize(slot as usize + 1, T::default());
         }
     }
 
-    /// Start to load the value of a slot into the processor's cache.
+    /// Prefetches the value of a slot into the CPU cache.
     pub(super) fn prefetch(&self, slot: CacheSlot) {
         prefetch(&self.0, slot as usize);
     }
 }
 
-/// An empty vector with room for `slots` elements, unless the system refuses. Slots are used from the first one on, so large room is in huge
-/// pages: filling it takes few page faults.
+/// An empty vector with capacity for `slots` elements, unless the allocation fails. Slots are used from the first one
+/// on, so large allocations use huge pages: filling them takes few page faults.
 fn vec_for_slots<T>(slots: u32) -> Vec<T> {
     let mut all = vec_with_capacity(slots as usize);
     ask_for_huge_pages(all.spare_capacity_mut());

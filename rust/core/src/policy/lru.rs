@@ -1,4 +1,4 @@
-//! The policy `lru`: the least recently used row leaves first.
+//! The policy `lru`: evicts the least recently used row first.
 
 use std::collections::TryReserveError;
 
@@ -6,7 +6,8 @@ use super::list::{PerSlot, SlotLinks, SlotList};
 use super::{AHEAD, RECHECKED, ReplacementPolicy};
 use crate::types::{CacheSlot, Id};
 
-/// A queue in the order of last use. Slots that were in use when their turn came are parked, and go first once they are free.
+/// A queue in the order of last use. Slots that were in use at the end of the queue are parked, and are evicted first
+/// once they are free.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LruPolicy {
     links: SlotLinks,
@@ -15,7 +16,7 @@ pub(super) struct LruPolicy {
     parked: SlotList,
 }
 
-/// The list that a slot is in.
+/// The list of a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum LruList {
     #[default]
@@ -44,7 +45,7 @@ impl LruPolicy {
         self.lists.set(slot, which);
     }
 
-    /// The first evictable slot among the `count` oldest parked ones. Those that are not evictable move to the front.
+    /// The first evictable slot among the `count` oldest parked ones. Slots that are not evictable move to the front.
     fn recheck(&mut self, count: u32, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
         for _ in 0..count.min(self.parked.len()) {
             let slot = self.parked.back()?;

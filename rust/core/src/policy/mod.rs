@@ -1,4 +1,5 @@
-//! Replacement policies. A policy puts the slots of a tier in an order for eviction. It knows ids and slots, and no bytes of rows.
+//! Replacement policies. A policy orders the slots of a tier for eviction. It knows ids and slots, but not the contents
+//! of rows.
 
 mod ghost;
 mod lfu;
@@ -18,15 +19,15 @@ use crate::types::{CacheSlot, Id};
 /// 3. `victim` to propose a slot for eviction,
 /// 4. `removed` when the row has left, by eviction (`evicted = true`) or otherwise.
 ///
-/// A row that moves to another slot is told as `removed` (not evicted) and `inserted`. So is a victim that stays after all, because it
-/// could not be written to SSD, as evicted and inserted. Both lose their place in the order. A device and a host tier have a policy each,
-/// so a row that changes the tier comes anew.
+/// A row that moves to another slot is reported as `removed` (not evicted) and `inserted`. A victim that is kept,
+/// because it could not be written to SSD, is reported as evicted and inserted. Both lose their position in the order.
+/// A device and a host tier have one policy each, so a row that changes the tier is inserted as a new row.
 pub trait ReplacementPolicy: Send + std::fmt::Debug {
-    /// A row took `slot`.
+    /// Records that a row took `slot`.
     fn inserted(&mut self, slot: CacheSlot, id: Id);
-    /// Start to load what `inserted` will look at for `id` into the processor's cache.
+    /// Prefetches the data that `inserted` will read for `id` into the CPU cache.
     fn prefetch_insert(&self, _id: Id) {}
-    /// Rows took `slots`: as `inserted` for each, in their order. `slots` and `ids` are `[n]`.
+    /// Records that rows took `slots`: like `inserted` for each, in order. `slots` and `ids` are `[n]`.
     fn all_inserted(&mut self, slots: &[CacheSlot], ids: &[Id]) {
         for (at, (&slot, &id)) in slots.iter().zip(ids).enumerate() {
             if let Some(&later) = ids.get(at + AHEAD) {
@@ -35,16 +36,17 @@ pub trait ReplacementPolicy: Send + std::fmt::Debug {
             self.inserted(slot, id);
         }
     }
-    /// A plan used the rows in `slots`, each at most once a call.
+    /// Records that a plan used the rows in `slots`, each at most once per call.
     fn accessed(&mut self, slots: &[CacheSlot]);
-    /// The slot to evict next among those for which `evictable` returns true; `None` if there is none. Until `removed` is called
-    /// the slot may be proposed again.
+    /// Returns the slot to evict next among those for which `evictable` returns true; `None` if there is none. Until
+    /// `removed` is called the slot may be proposed again.
     ///
-    /// Slots that are in use when their turn comes are passed over for a few calls, so a slot that has just become evictable may be
-    /// proposed later than its turn. On average over many calls, `evictable` is asked a few times a call, whatever share of the
-    /// slots is in use. A call that returns `None` has asked for all slots.
+    /// Slots in use at the end of the order are skipped for a few calls, so a slot that has just become evictable may
+    /// be proposed late. On average over many calls, `evictable` is called a few times per call, for any fraction of
+    /// slots in use. A call that returns `None` has called it for all slots.
     fn victim(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot>;
-    /// The slots to evict next, `requested` of them or as many as there are: as `victim`, each followed by `removed`. Follow with `remember`.
+    /// Returns the slots to evict next, up to `requested`: like `victim`, each followed by `removed`. Follow with
+    /// `remember`.
     fn victims(&mut self, requested: usize, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Vec<PolicyVictim> {
         let mut victims = Vec::with_capacity(requested);
         while victims.len() < requested
@@ -55,38 +57,38 @@ pub trait ReplacementPolicy: Send + std::fmt::Debug {
         }
         victims
     }
-    /// Remember the ids of rows that left. `victims`, as `victims` gave them, and `ids` are `[n]`.
+    /// Remembers the ids of rows that left. `victims` is a result of `victims`; both are `[n]`.
     fn remember(&mut self, _victims: &[PolicyVictim], _ids: &[Id]) {}
-    /// Reserve memory, so that rows in slots below `slots` need no more.
+    /// Reserves memory, so that rows in slots below `slots` need no more.
     fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError>;
-    /// The row in `slot` left.
+    /// Records that the row in `slot` left.
     fn removed(&mut self, slot: CacheSlot, id: Id, evicted: bool);
-    /// The rows in `slots` left, none of them by eviction: as `removed` for each.
+    /// Records that the rows in `slots` left, none of them by eviction: like `removed` for each.
     fn all_removed(&mut self, slots: &[CacheSlot]);
-    /// Bytes of RAM that this policy takes for each slot, for the table's budget.
+    /// Bytes of RAM per slot that this policy uses, for the table's budget.
     fn bytes_per_slot(&self) -> usize;
-    /// A copy, which knows the same of every slot.
+    /// Returns a copy with the same state of every slot.
     fn boxed_clone(&self) -> Box<dyn ReplacementPolicy>;
 }
 
-/// A slot whose row a policy has chosen to leave, and forgotten.
+/// A slot whose row a policy has chosen to evict, and forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PolicyVictim {
     /// The slot.
     pub slot: CacheSlot,
-    /// The policy remembers the row's id for so many departures.
+    /// Number of departures for which the policy remembers the row's id.
     departures: u32,
 }
 
-/// The number of parked slots that each `victim` looks at again. A slot that is in use when its turn comes is *parked*: it is put
-/// aside, so that the next `victim` does not meet it again. So a call costs a look at a few parked slots, and at those that it
-/// parks itself.
+/// The number of parked slots that each `victim` checks again. A slot that is in use at the end of the order is
+/// *parked*, so that the next `victim` does not visit it again. So a call costs the check of a few parked slots, and of
+/// those that it parks itself.
 const RECHECKED: u32 = 2;
 
-/// What goes over many slots prefetches what it looks at this many slots before its turn.
+/// Distance, in slots, at which passes over many slots prefetch.
 const AHEAD: usize = 16;
 
-/// The policy of `kind` for a tier of `capacity` slots. Overflow slots past the capacity may be used too.
+/// Creates the policy of `kind` for a tier of `capacity` slots. Overflow slots beyond the capacity may be used too.
 pub fn new_policy(kind: PolicyKind, capacity: u32) -> Box<dyn ReplacementPolicy> {
     match kind {
         PolicyKind::Lru => Box::new(lru::LruPolicy::new(capacity)),

@@ -1,10 +1,10 @@
-//! The policy `s3fifo`, which is S3-FIFO. Source: Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction",
-//! SOSP 2023.
+//! The policy `s3fifo`: S3-FIFO. Source: Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache
+//! eviction", SOSP 2023.
 //!
-//! A new row enters the *small* queue, which has a tenth of the slots. At the end of that queue, a row that was used at least twice
-//! since moves to the *main* queue. Any other row leaves, and the *ghost* remembers its id for as many departures as main has
-//! slots. A row that comes back in that time enters main. At the end of main, a row that was used goes round again. So the rows of
-//! a scan pass through the small queue only.
+//! A new row enters the *small* queue, which has a tenth of the slots. At the end of that queue, a row that was used at
+//! least twice since moves to the *main* queue. Any other row is evicted, and the *ghost* remembers its id for as many
+//! departures as main has slots. A row that is inserted again in that time enters main. At the end of main, a row that
+//! was used is reinserted at the front. So the rows of a scan pass through the small queue only.
 
 use std::collections::TryReserveError;
 
@@ -13,12 +13,12 @@ use super::list::{PerSlot, SlotLinks, SlotList};
 use super::{AHEAD, PolicyVictim, RECHECKED, ReplacementPolicy};
 use crate::types::{CacheSlot, Id};
 
-/// The queues of the module's description. Slots that were in use when their turn came are parked, and return to the end of their
-/// queue once they are free.
+/// The queues of the module's description. Slots that were in use at the end of their queue are parked, and return to
+/// the end of their queue once they are free.
 #[derive(Clone, Debug, Default)]
 pub(super) struct S3FifoPolicy {
     links: SlotLinks,
-    /// A packed `Mark` for each slot. One byte is little to touch for each row of a plan.
+    /// A packed `S3FifoMark` per slot. One byte is little to touch for each row of a plan.
     marks: PerSlot<u8>,
     small: SlotList,
     main: SlotList,
@@ -30,7 +30,7 @@ pub(super) struct S3FifoPolicy {
 struct S3FifoMark {
     queue: S3FifoQueue,
     parked: bool,
-    /// Uses since the row entered the queue or went round in it. The paper counts up to three, and so does this.
+    /// Number of uses since the row entered the queue or was reinserted. Saturates at three, as in the paper.
     uses: u8,
 }
 
@@ -68,9 +68,9 @@ impl S3FifoMark {
     }
 }
 
-/// The uses in the small queue that move a row to the main queue.
+/// Number of uses in the small queue that move a row to the main queue.
 const USES_TO_STAY: u8 = 2;
-/// One slot in this many belongs to the small queue.
+/// The small queue has one slot in this many.
 const SMALL_SHARE: u32 = 10;
 
 impl S3FifoPolicy {
@@ -103,14 +103,15 @@ impl S3FifoPolicy {
         mark
     }
 
-    /// Take a slot out whose row leaves to make room. Returns for how many departures the ghost is to remember the row's id.
+    /// Removes a slot whose row is evicted. Returns the number of departures for which the ghost is to remember the
+    /// row's id.
     fn take_out_evicted(&mut self, slot: CacheSlot) -> u32 {
         let resident = self.small.len() + self.main.len() + self.parked.len();
         let is_small = self.take_out(slot).queue == S3FifoQueue::Small;
         if is_small { resident - resident / SMALL_SHARE } else { 0 }
     }
 
-    /// Look at the `count` oldest parked slots. Those that are evictable return to the end of their queue.
+    /// Checks the `count` oldest parked slots. Evictable ones return to the end of their queue.
     fn recheck(&mut self, count: u32, evictable: &mut dyn FnMut(CacheSlot) -> bool) {
         for _ in 0..count.min(self.parked.len()) {
             let Some(slot) = self.parked.back() else { return };
@@ -125,7 +126,7 @@ impl S3FifoPolicy {
         }
     }
 
-    /// Handle the slot at the end of a queue. It is returned if it is to leave, and moves elsewhere otherwise.
+    /// Processes the slot at the end of a queue. Returns it if it is to be evicted, and moves it otherwise.
     fn step(&mut self, slot: CacheSlot, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
         let mark = S3FifoMark::unpack(self.marks.get(slot));
         let moved = match mark.queue {
@@ -142,7 +143,7 @@ impl S3FifoPolicy {
     }
 
     fn scan(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
-        // Every step moves a slot to main, takes a use away, or parks a slot. So this ends.
+        // Every step moves a slot to main, decrements a use count, or parks a slot. So this terminates.
         loop {
             let small_is_full = self.small.len() > (self.small.len() + self.main.len()) / SMALL_SHARE;
             let slot = match (self.small.back(), self.main.back()) {

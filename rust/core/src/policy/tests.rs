@@ -18,7 +18,7 @@ impl PolicyTier {
         Self { policy: new_policy(kind, capacity), slots: BTreeMap::new(), ids: vec![None; capacity as usize] }
     }
 
-    /// Use a row. The result is whether it was in the tier.
+    /// Uses a row. Returns true if it was in the tier.
     fn touch(&mut self, id: Id) -> bool {
         if let Some(&slot) = self.slots.get(&id) {
             self.policy.accessed(&[slot]);
@@ -65,16 +65,16 @@ fn steps(pins: bool) -> impl Strategy<Value = Vec<PolicyStep>> {
     prop::collection::vec(step, 0..400)
 }
 
-/// What is known of each slot with a row: the number of uses, and the time of the last one.
+/// Number of uses and time of the last use of each slot with a row.
 type ResidentSlots = BTreeMap<CacheSlot, (u32, usize)>;
 
-/// A policy, and what it must know.
+/// A policy with a model of its state.
 struct CheckedPolicy<E> {
     policy: Box<dyn ReplacementPolicy>,
     resident: ResidentSlots,
     pinned: BTreeSet<CacheSlot>,
     now: usize,
-    /// The victim that must be proposed, where only one will do.
+    /// The required victim, if only one is valid.
     expected: E,
 }
 
@@ -103,7 +103,7 @@ impl<E: Fn(&ResidentSlots) -> Option<CacheSlot>> CheckedPolicy<E> {
         }
     }
 
-    /// Ask for a victim, and check it.
+    /// Requests a victim and checks it.
     fn propose(&mut self) -> Result<Option<CacheSlot>, TestCaseError> {
         let Self { policy, resident, pinned, expected, .. } = self;
         let victim = policy.victim(&mut |slot| {
@@ -155,7 +155,7 @@ impl<E: Fn(&ResidentSlots) -> Option<CacheSlot>> CheckedPolicy<E> {
     }
 }
 
-/// Run the steps. `expected` names the victim that must be proposed, where only one will do.
+/// Runs the steps. `expected` returns the required victim, if only one is valid.
 fn run(
     kind: PolicyKind,
     steps: &[PolicyStep],
@@ -164,7 +164,7 @@ fn run(
     let (policy, pinned) = (new_policy(kind, 8), BTreeSet::new());
     let mut checked = CheckedPolicy { policy, resident: ResidentSlots::new(), pinned, now: 0, expected };
     steps.iter().try_for_each(|step| checked.step(step))?;
-    // No slot was lost: all leave once none is in use.
+    // No slot was lost: all are evictable once none is in use.
     let CheckedPolicy { mut policy, mut resident, .. } = checked;
     while !resident.is_empty() {
         let victim = policy.victim(&mut |_| true).expect("some are left");
@@ -194,7 +194,7 @@ proptest! {
     }
 }
 
-/// Take the next victim out, if there is one.
+/// Evicts the next victim, if there is one.
 fn evict(policy: &mut dyn ReplacementPolicy, ids: &mut BTreeMap<CacheSlot, Id>) -> Option<(CacheSlot, Id)> {
     let slot = policy.victim(&mut |_| true)?;
     let id = ids.remove(&slot).expect("victims are resident");
@@ -270,7 +270,7 @@ fn lru_evicts_slots_released_after_their_turn_first() {
     assert_eq!(policy.victim(&mut |_| true), Some(1));
 }
 
-/// Use hot rows several times, then scan rows that are used once each. The result is how many hot rows are left.
+/// Uses hot rows several times, then scans rows that are used once each. Returns the number of hot rows that remain.
 fn hot_rows_after_a_scan(kind: PolicyKind) -> usize {
     let mut tier = PolicyTier::new(kind, 100);
     for _ in 0..4 {
@@ -296,14 +296,14 @@ fn s3_fifo_lets_a_row_that_comes_back_soon_into_main_and_one_that_comes_back_lat
     (0..150).for_each(|id| {
         tier.touch(id);
     });
-    // Rows 0 to 49 left through small, 49 last. It comes back to main, and a scan does not drive it out.
+    // Rows 0 to 49 left through small, 49 last. Inserted again it enters main, and a scan does not evict it.
     assert!(!tier.touch(49));
     (1000..1080).for_each(|id| {
         tier.touch(id);
     });
     assert!(tier.slots.contains_key(&49));
-    // Row 7 left more than ninety departures ago, which is as many as main has slots. It comes back to small, and the next scan
-    // drives it out.
+    // Row 7 left more than ninety departures ago, which is the number of slots of main. Inserted again it enters small,
+    // and the next scan evicts it.
     assert!(!tier.touch(7));
     (2000..2100).for_each(|id| {
         tier.touch(id);
@@ -319,7 +319,7 @@ fn s3_fifo_gives_each_use_in_main_one_round_more() {
         policy.accessed(&[slot]);
         policy.accessed(&[slot]);
     }
-    // All go to main. Slot 0 has two more uses there, and slot 1 has one.
+    // All move to main. Slot 0 has two more uses there, and slot 1 has one.
     assert_eq!(policy.victim(&mut |_| true), Some(0));
     policy.accessed(&[0]);
     policy.accessed(&[0]);

@@ -15,32 +15,32 @@ use crate::sync::lock;
 const LINE_BYTES: usize = 64;
 /// Rows of overflow chunk 0. Chunk `k` has `FIRST_CHUNK_ROWS << k` rows.
 const FIRST_CHUNK_ROWS: usize = 1024;
-/// The number of chunks that holds every `u32` slot.
+/// The number of chunks that covers every `u32` slot.
 const CHUNKS: usize = 23;
 
-/// Memory for rows. Rows `0..capacity` lie in one mapping (in huge pages where the system gives them), and rows from `capacity` on
-/// in overflow chunks. A row that was never written costs no memory and reads as zeros. The arena only gives addresses: its users
-/// agree by pins and locks on who reads and writes which row.
+/// Memory for rows. Rows `0..capacity` are in one mapping (in huge pages if the OS provides them), and rows from
+/// `capacity` on in overflow chunks. A row that was never written uses no memory and reads as zeros. The arena only
+/// returns addresses: its users synchronize access to rows by pins and locks.
 #[derive(Debug)]
 pub struct RowArena {
     vectors: *mut u8,
     headers: *mut RowHeader,
     stride: usize,
     capacity: u32,
-    /// The starts of the overflow chunks; null for those that are not reserved. They are written under `growth` only.
+    /// The starts of the overflow chunks; null for chunks that are not reserved. Written only under `growth`.
     chunks: [AtomicPtr<u8>; CHUNKS],
     /// Held to add or remove chunks.
     growth: Mutex<()>,
     mapping: AnonymousMapping,
 }
 
-// SAFETY: the arena owns its mappings until it is dropped, hands out addresses in them, and dereferences none.
+// SAFETY: the arena owns its mappings until it is dropped, returns addresses in them, and dereferences none.
 unsafe impl Send for RowArena {}
 // SAFETY: every shared method computes addresses, reads atomics, or changes chunks under the lock `growth`.
 unsafe impl Sync for RowArena {}
 
 impl RowArena {
-    /// An arena of `capacity` rows. `Kind::Memory` where the system refuses the mapping.
+    /// Creates an arena of `capacity` rows. Returns `Kind::Memory` if the mapping fails.
     pub fn new(layout: RowLayout, capacity: u32) -> Result<Self> {
         let stride = layout.stride_bytes();
         let vector_bytes = part_bytes(stride, capacity as usize);
@@ -57,9 +57,9 @@ impl RowArena {
         })
     }
 
-    /// An arena of `most` rows for a table that has room for `now` of them at first. Where the system refuses to map that much, it has fewer rows,
-    /// and at least `now`. Where `now` is less than `most`, its first bytes are in small pages, so that a table that stays small does not use a
-    /// whole huge page.
+    /// Creates an arena of `most` rows for a table that initially fits `now` of them. If the OS cannot map that much,
+    /// the arena has fewer rows, and at least `now`. If `now` is less than `most`, its first bytes are in small pages,
+    /// so that a table that stays small does not use an entire huge page.
     pub fn growing(layout: RowLayout, now: u32, most: u32) -> Result<Self> {
         let mut capacity = most;
         loop {
@@ -80,9 +80,9 @@ impl RowArena {
         self.capacity
     }
 
-    /// Make overflow slots `capacity..capacity + rows` valid. They stay valid, at the same addresses, until they are shrunk. Other
-    /// slots may be in use meanwhile. `Kind::Memory` where the system refuses the mapping; `Kind::Capacity` where the slots would
-    /// not fit `u32`.
+    /// Makes overflow slots `capacity..capacity + rows` valid. They stay valid, at the same addresses, until they are
+    /// shrunk. Other slots may be in use concurrently. Returns `Kind::Memory` if the mapping fails, and
+    /// `Kind::Capacity` if the slots would not fit `u32`.
     pub fn reserve_overflow(&self, rows: u32) -> Result<()> {
         // The slot number u32::MAX is NO_SLOT.
         if u64::from(self.capacity) + u64::from(rows) > u64::from(u32::MAX) {
@@ -101,8 +101,8 @@ impl RowArena {
         for chunk in 0..=chunk_of(rows as usize - 1).0 {
             if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
                 let mapping = AnonymousMapping::new(self.chunk_bytes(chunk))?;
-                // Release pairs with the Acquire in `overflow_row`: a thread that got a slot of this chunk from another thread sees
-                // its address.
+                // Release pairs with the Acquire in `overflow_row`: a thread that received a slot of this chunk from
+                // another thread sees its address.
                 self.chunks[chunk].store(mapping.start(), Ordering::Release);
                 std::mem::forget(mapping);
             }
@@ -110,10 +110,11 @@ impl RowArena {
         Ok(())
     }
 
-    /// Unmap the overflow chunks past `capacity + rows`; all of them with `rows == 0`. None of their slots may be in use.
+    /// Unmaps the overflow chunks past `capacity + rows`; all of them if `rows == 0`. None of their slots may be in
+    /// use.
     pub fn shrink_overflow(&self, rows: u32) {
         let first = if rows == 0 { 0 } else { chunk_of(rows as usize - 1).0 + 1 };
-        // This is called after every row that is removed, and nearly always there is nothing to unmap.
+        // This is called after every row that is removed, and there is rarely anything to unmap.
         if self.chunks.get(first).is_none_or(|chunk| chunk.load(Ordering::Relaxed).is_null()) {
             return;
         }
@@ -125,13 +126,15 @@ impl RowArena {
         for chunk in first..CHUNKS {
             let start = self.chunks[chunk].swap(ptr::null_mut(), Ordering::AcqRel);
             if !start.is_null() {
-                // SAFETY: `reserve_overflow` made and forgot a mapping of this size, and the swap gave its address to this call alone.
+                // SAFETY: `reserve_overflow` created and forgot a mapping of this size, and the swap returned its
+                // address to this call only.
                 drop(unsafe { AnonymousMapping::from_start(start, self.chunk_bytes(chunk)) });
             }
         }
     }
 
-    /// Give the pages that hold only rows of `slots` back to the system. Those rows lose their contents. Overflow slots stay.
+    /// Returns the pages that contain only rows of `slots` to the OS. Those rows lose their contents. Overflow slots
+    /// are kept.
     pub fn discard(&self, slots: Range<u32>) {
         let (start, end) = (slots.start as usize, slots.end.min(self.capacity) as usize);
         if start >= end {
@@ -143,19 +146,19 @@ impl RowArena {
             let from = (base.addr() + start * width).next_multiple_of(page);
             let to = (base.addr() + end * width) / page * page;
             if from < to {
-                // SAFETY: the pages lie within the arena's own mapping, and hold only rows that the caller gives up. Where this
-                // fails (for locked memory) the pages merely stay resident.
+                // SAFETY: the pages are within the arena's own mapping, and contain only rows that the caller discards.
+                // If this fails (for locked memory) the pages stay resident.
                 unsafe { libc::madvise(base.with_addr(from).cast(), to - from, libc::MADV_DONTNEED) };
             }
         }
     }
 
-    /// Bytes that a row costs here: its stride and its header.
+    /// Bytes of a row in the arena: its stride and its header.
     pub fn bytes_per_row(layout: &RowLayout) -> usize {
         layout.stride_bytes() + size_of::<RowHeader>()
     }
 
-    /// The address of a row. It is valid while the arena lives and, for an overflow slot, while that is reserved.
+    /// The address of a row. It is valid while the arena exists and, for an overflow slot, while that is reserved.
     #[allow(clippy::inline_always)] // The innermost loop of every kernel.
     #[inline(always)]
     pub fn row(&self, slot: u32) -> RowAddress {
@@ -182,7 +185,7 @@ impl RowArena {
         }
     }
 
-    /// Bytes of memory that the rows take now: of the mapping what the system reports as resident, and overflow chunks in full.
+    /// Bytes of memory in use by the rows: the resident bytes of the mapping, and overflow chunks in full.
     #[cfg(test)]
     pub(crate) fn resident_bytes(&self) -> usize {
         let chunks = self.chunks.iter().enumerate().filter(|(_, chunk)| !chunk.load(Ordering::Relaxed).is_null());
@@ -197,14 +200,15 @@ impl RowArena {
 
 impl Drop for RowArena {
     fn drop(&mut self) {
-        // This does not take the lock. Nobody else uses the arena now, and in a forked child another thread may hold the lock for
-        // ever.
+        // This does not take the lock. No other thread uses the arena at this point, and in a forked child another
+        // thread may hold the lock indefinitely.
         self.unmap_chunks(0);
         debug_assert_eq!(self.vectors, self.mapping.start());
     }
 }
 
-/// The chunk of an overflow row, and the row's index there. Chunk `k` holds rows `INITIAL_CLASS × (2^k − 1)` to `INITIAL_CLASS × (2^(k+1) − 1)`.
+/// The chunk of an overflow row, and the row's index in it. Chunk `k` contains rows `FIRST_CHUNK_ROWS × (2^k − 1)` to
+/// `FIRST_CHUNK_ROWS × (2^(k+1) − 1)`.
 fn chunk_of(row: usize) -> (usize, usize) {
     let chunk = (row / FIRST_CHUNK_ROWS + 1).ilog2() as usize;
     (chunk, row - FIRST_CHUNK_ROWS * ((1 << chunk) - 1))
@@ -223,7 +227,7 @@ mod tests {
         RowLayout { dim, vector_slots: 1, scalar_slot: true }
     }
 
-    /// Write every float and the id of a row.
+    /// Writes every float and the id of a row.
     fn write(arena: &RowArena, layout: &RowLayout, slot: u32, value: f32) {
         let row = arena.row(slot);
         // SAFETY: the test is the only user of the arena's rows.

@@ -1,10 +1,10 @@
-//! How the score of a row decays: by half over each half life, in steps of a 1024th of it.
+//! Decay of row scores: by half over each half life, in steps of a 1024th of it.
 //!
-//! The 1024ths are counted from step 0 and not from the row's last step. So what a row decays by over many short times is what it decays by
-//! over the whole, however often it is used, and only its last step need be stored.
+//! The 1024ths are counted from step 0 and not from the row's last step. So the decay over many short intervals equals
+//! the decay over the entire time, independent of the number of uses, and only the row's last step must be stored.
 //!
-//! All arithmetic is IEEE multiplication and square root of float64 in a fixed order, and division of integers. So a score has the same
-//! bits on every machine. Golden vectors (`tests/fixtures/v1/decay.txt`) pin the function.
+//! All arithmetic is IEEE multiplication and square root of float64 in a fixed order, and division of integers. So a
+//! score is bitwise identical on every machine. Golden vectors (`tests/fixtures/v1/decay.txt`) pin the function.
 
 use std::sync::LazyLock;
 
@@ -12,13 +12,13 @@ use crate::error::{Error, Kind, Result};
 
 /// The parts of a half life.
 const PARTS: u64 = 1024;
-/// After so many halvings less than half of the smallest float32 above 0 is left of the largest one.
+/// After this number of halvings, the largest float32 has decayed to less than half of the smallest float32 above 0.
 const MOST_HALVINGS: u64 = 280;
 
-/// The factors after 0, 1, ... 1023 parts of a half life: `2^(-part / 1024)`. They fall strictly.
+/// The factors after 0, 1, ... 1023 parts of a half life: `2^(-part / 1024)`. They are strictly decreasing.
 static FACTORS: LazyLock<[f64; PARTS as usize]> = LazyLock::new(|| {
     let mut factors = [1.0; PARTS as usize];
-    // The factor of a half of a half life, of a quarter, and so on: each is the root of the one before.
+    // The factor of a half of a half life, of a quarter, and so on: each is the square root of the previous one.
     let mut root = 0.5_f64;
     let mut bit = PARTS as usize / 2;
     while bit > 0 {
@@ -33,7 +33,7 @@ static FACTORS: LazyLock<[f64; PARTS as usize]> = LazyLock::new(|| {
     factors
 });
 
-/// How fast scores decay.
+/// The decay of scores by a half life.
 #[derive(Clone, Copy, Debug)]
 pub struct ScoreDecay {
     half_life: u64,
@@ -44,9 +44,9 @@ impl ScoreDecay {
     /// The longest half life, in steps.
     pub const LONGEST: u64 = 1 << 53;
 
-    /// Scores that halve every `half_life` steps.
+    /// Creates the decay of scores that halve every `half_life` steps.
     ///
-    /// Errors: `Config` where that is 0 or more than [`ScoreDecay::LONGEST`].
+    /// Errors: `Config` if `half_life` is 0 or more than [`ScoreDecay::LONGEST`].
     pub fn new(half_life: u64) -> Result<Self> {
         if !(1..=Self::LONGEST).contains(&half_life) {
             let message = format!("score_half_life_steps={half_life} is out of range: give 1 to 2^53 steps");
@@ -55,9 +55,9 @@ impl ScoreDecay {
         Ok(Self { half_life, factors: &FACTORS })
     }
 
-    /// What is left at step `to` of a `score` that a row had at step `from`. It is all of it where `to` is not after `from`.
+    /// Decays a `score` from step `from` to step `to`. The score is unchanged if `to` is not after `from`.
     ///
-    /// It never rises with `to`, and never falls with `from` or with `score`.
+    /// The result is non-increasing in `to`, and non-decreasing in `from` and in `score`.
     #[inline]
     pub fn of(&self, score: f32, from: u64, to: u64) -> f32 {
         if to <= from {
@@ -74,20 +74,20 @@ impl ScoreDecay {
             return 0.0;
         }
         let parts = halvings * PARTS + after.1 - before.1;
-        // A float64 with this exponent and no fraction: the power of two is exact, and so is the product.
+        // A float64 with this exponent and a zero fraction: the power of two is exact, and so is the product.
         let power = f64::from_bits((1023 - parts / PARTS) << 52);
         self.factors[(parts % PARTS) as usize] * power
     }
 
-    /// How many half lives, and parts of the next one, have ended at a step.
+    /// The number of complete half lives at a step, and of parts of the next one.
     #[inline]
     fn point(&self, step: u64) -> (u64, u64) {
         (step / self.half_life, step % self.half_life * PARTS / self.half_life)
     }
 }
 
-/// Decays scores up to one step. Rows that follow each other in a batch often have the same last step, so the factor of the row before is kept.
-/// A new row has the score 0, which needs no factor.
+/// Decays scores up to one step. Consecutive rows of a batch often have the same last step, so the latest factor is
+/// cached. A new row has the score 0, which needs no factor.
 #[derive(Clone, Debug)]
 pub struct ScoreDecayTo {
     decay: ScoreDecay,
@@ -97,7 +97,7 @@ pub struct ScoreDecayTo {
 }
 
 impl ScoreDecayTo {
-    /// Up to `step`.
+    /// Creates the decay up to `step`.
     pub fn new(decay: ScoreDecay, step: u64) -> Self {
         Self { decay, step, from: step, factor: 1.0 }
     }
@@ -108,7 +108,7 @@ impl ScoreDecayTo {
         self.step
     }
 
-    /// As [`ScoreDecay::of`], with the same bits.
+    /// Like [`ScoreDecay::of`], with bitwise identical results.
     #[inline]
     pub fn of(&mut self, score: f32, from: u64) -> f32 {
         if self.step <= from || score == 0.0 {
@@ -174,7 +174,7 @@ mod tests {
             let steps: Vec<u64> = (0..=end).step_by(between as usize).collect();
             let left = steps.windows(2).fold(1024.0, |score, pair| decay.of(score, pair[0], pair[1]));
             let ratio = f64::from(left) / f64::from(decay.of(1024.0, 0, end));
-            // Each of the short times rounds to a float32.
+            // Each interval rounds to a float32.
             assert!((ratio - 1.0).abs() < steps.len() as f64 * 6e-8, "{half_life}, {between}: {ratio}");
         }
     }
@@ -185,7 +185,7 @@ mod tests {
             for (from, to) in [(0, 1), (3, 9), (99, 100), (1000, 1024), (5, 100_000)] {
                 let exact = (-((to - from) as f64) / half_life as f64).exp2();
                 let left = f64::from(decay(half_life).of(1.0, from, to));
-                // Below the smallest float32 there is nothing.
+                // Values below the smallest float32 become 0.
                 assert!(
                     (left - exact).abs() <= exact * 0.0007 + 1e-44,
                     "{half_life}, {from}..{to}: {left}, not {exact}"
@@ -214,7 +214,8 @@ mod tests {
         }
     }
 
-    /// Each line: the half life, the bits of the score, the first step, the last one, and the bits of what is left.
+    /// Each line: the half life, the bits of the score, the first step, the last step, and the bits of the decayed
+    /// score.
     #[test]
     fn decays_are_those_of_format_1() {
         let fixture = include_str!("../../../../tests/fixtures/v1/decay.txt");

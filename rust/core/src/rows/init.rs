@@ -1,7 +1,7 @@
-//! Births: the initial weights of a row are a counter-based random function of (seed, table key, id, column).
+//! Initializers of new rows: the weights are a counter-based random function of (seed, table key, id, column).
 //!
-//! All arithmetic here is IEEE addition, multiplication, division and square root in a fixed order, so a row has the same bits on
-//! every machine. Golden vectors (`tests/fixtures/v1/births.txt`) pin the function.
+//! All arithmetic here is IEEE addition, multiplication, division and square root in a fixed order, so a row is bitwise
+//! identical on every machine. Golden vectors (`tests/fixtures/v1/births.txt`) pin the function.
 
 #![allow(clippy::inline_always, unsafe_code)] // Compiled for every instruction set; see `simd`.
 
@@ -15,7 +15,7 @@ use crate::error::{Error, Kind, Result};
 use crate::simd::{InstructionSet, SimdJob};
 use crate::types::{Id, hash_id};
 
-/// The distribution of initial weights. Optimizer slots are born as zeros.
+/// The distribution of initial weights. Optimizer slots are initialized to zeros.
 ///
 /// Its serde form is part of a checkpoint's manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -26,28 +26,29 @@ pub enum InitializerSpec {
         /// The value.
         value: f32,
     },
-    /// Uniform in `[low, high)`. Every weight is `low` where both are equal.
+    /// Uniform in `[low, high)`. Every weight is `low` if both are equal.
     Uniform {
         /// Lower bound.
         low: f32,
         /// Upper bound.
         high: f32,
     },
-    /// Normal. Weights lie within 6.34 standard deviations of the mean, because they are made of 32 random bits.
+    /// Normal. Weights are within 6.34 standard deviations of the mean, because they are derived from 32 random bits.
     Normal {
         /// Mean.
         mean: f32,
         /// Standard deviation.
         std: f32,
     },
-    /// Normal within `mean ± 2 std`, as if redrawn until inside. This is the distribution of TensorFlow's `truncated_normal`.
+    /// Normal within `mean ± 2 std`, as if redrawn until inside, like TensorFlow's `truncated_normal`.
     TruncatedNormal {
         /// Mean.
         mean: f32,
         /// Standard deviation before truncation.
         std: f32,
     },
-    /// The same ramp for every id: `low + column / (D − 1) × (high − low)`, or `low` where `D` is 1. This is LINEAR of `RecSDK`.
+    /// The same ramp for every id: `low + column / (D − 1) × (high − low)`, or `low` if `D` is 1. This is LINEAR of
+    /// `RecSDK`.
     Linear {
         /// Value of the first column.
         low: f32,
@@ -104,36 +105,37 @@ fn check_ordered(low: f32, high: f32) -> Result<()> {
     }
 }
 
-/// Makes the initial weights of one table's rows.
+/// Computes the initial weights of one table's rows.
 #[derive(Clone, Copy, Debug)]
 pub struct RowInitializer {
     initializer: InitializerSpec,
-    /// The key of Philox, made of the seed and the table key.
+    /// The key of Philox, derived from the seed and the table key.
     key: [u32; 2],
 }
 
-/// The columns whose weights are computed at once.
+/// Number of columns whose weights are computed together.
 const COLUMNS: usize = 4 * BLOCKS;
 
 impl RowInitializer {
-    /// The births of a table with this initializer, seed and table key. `Kind::Config` where a number of the initializer is not
-    /// finite or out of order.
+    /// Creates the initializer of a table with this seed and table key. Returns `Kind::Config` if a parameter of the
+    /// initializer is not finite or out of order.
     pub fn new(initializer: InitializerSpec, seed: u64, key: u64) -> Result<Self> {
         initializer.check()?;
-        // Philox takes 64 bits of key, and seed and table key have 128. The table key is hashed before it is combined with the
-        // seed, so that tables with neighbouring keys under neighbouring seeds do not share a random stream.
+        // Philox has a key of 64 bits, and seed and table key have 128. The table key is hashed before it is combined
+        // with the seed, so that tables with adjacent keys and seeds do not share a random stream.
         let mixed = hash_id((seed ^ hash_id(key as Id)) as Id);
         Ok(Self { initializer, key: [mixed as u32, (mixed >> 32) as u32] })
     }
 
-    /// Write the initial weights of `id` to `weights`, which is `[D]`.
+    /// Writes the initial weights of `id` to `weights`, which is `[D]`.
     ///
-    /// Column `c` uses word `c mod 4` of the Philox4x32-10 block with counter `(c / 4, 0, low half of id, high half of id)`.
+    /// Column `c` uses word `c mod 4` of the Philox4x32-10 block with counter `(c / 4, 0, low half of id, high half of
+    /// id)`.
     pub fn fill(&self, id: Id, weights: &mut [f32]) {
         self.fill_all(std::iter::once((id, weights)));
     }
 
-    /// As [`RowInitializer::fill`], of many rows. The instruction set is chosen once for all of them.
+    /// Like [`RowInitializer::fill`], for many rows. The instruction set is selected once for all of them.
     pub fn fill_all<'a>(&self, rows: impl Iterator<Item = (Id, &'a mut [f32])>) {
         self.fill_all_on(InstructionSet::best(), rows);
     }
@@ -141,13 +143,13 @@ impl RowInitializer {
     fn fill_all_on<'a>(&self, isa: InstructionSet, rows: impl Iterator<Item = (Id, &'a mut [f32])>) {
         #[cfg(target_arch = "x86_64")]
         if isa == InstructionSet::Avx512 {
-            // SAFETY: `isa` says that the processor has AVX-512 F.
+            // SAFETY: `isa` guarantees that the CPU has AVX-512 F.
             let blocks_of = |first, id, key| unsafe { wide::blocks_of(first, id, key) };
             return isa.run(InitializeJob { initializer: self, rows, blocks_of });
         }
         #[cfg(target_arch = "x86_64")]
         if isa == InstructionSet::Avx2 {
-            // SAFETY: `isa` says that the processor has AVX2.
+            // SAFETY: `isa` guarantees that the CPU has AVX2.
             let blocks_of = |first, id, key| unsafe { avx2::blocks_of(first, id, key) };
             return isa.run(InitializeJob { initializer: self, rows, blocks_of });
         }
@@ -155,7 +157,7 @@ impl RowInitializer {
     }
 }
 
-/// Fills the rows of ids. `blocks_of` is [`philox::blocks_of`](super::philox::blocks_of).
+/// Initializes the rows of ids. `blocks_of` is [`philox::blocks_of`](super::philox::blocks_of).
 struct InitializeJob<'a, R, B> {
     initializer: &'a RowInitializer,
     rows: R,
@@ -214,7 +216,7 @@ where
     R: Iterator<Item = (Id, &'w mut [f32])>,
     B: Fn(u32, u64, [u32; 2]) -> [PhiloxBlock; BLOCKS],
 {
-    /// Turn the random word of each column of each row into the column's weight.
+    /// Converts the random word of each column of each row to the column's weight.
     #[inline(always)]
     fn each(self, weight_of: impl Fn(u32) -> f32) {
         for (id, weights) in self.rows {
@@ -228,7 +230,7 @@ where
     }
 }
 
-/// The middle of the word's interval when the unit interval is cut into 2³² parts. It is exact, and never 0 or 1.
+/// The middle of the word's interval, if the unit interval is divided into 2³² parts. It is exact, and never 0 or 1.
 #[inline(always)]
 fn open_unit(word: u32) -> f64 {
     (f64::from(word) + 0.5) * (1.0 / 4_294_967_296.0)
@@ -302,7 +304,8 @@ mod tests {
 
     #[test]
     fn a_uniform_weight_never_reaches_the_upper_bound() {
-        // Float32 just above 1 is coarser than 24 bits of this interval, so half of the topmost words would round up to the bound.
+        // Just above 1, float32 is coarser than 24 bits of this interval, so half of the topmost words would round up
+        // to the bound.
         let (low, high) = (1.0, 1.000_000_2);
         let birth = RowInitializer::new(InitializerSpec::Uniform { low, high }, 1, 2).expect("valid");
         let mut weights = vec![0.0; 10_000];

@@ -1,16 +1,16 @@
-//! How a row lies in memory.
+//! The memory layout of a row.
 
 use super::decay::ScoreDecayTo;
 use crate::types::{Id, RowMeta};
 
-/// The values that a row has. Its vector part is `[D × (1 + vector_slots)]` float32 with `D` = `dim`, weights first.
+/// The values of a row. Its vector part is `[D × (1 + vector_slots)]` float32 with `D` = `dim`, weights first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowLayout {
     /// The number of weights of a row.
     pub dim: usize,
     /// The number of optimizer slots of width `dim`: 0, 1 or 2.
     pub vector_slots: usize,
-    /// Whether each row has one scalar optimizer slot (rowwise Adagrad's `sum`). It lies in the header.
+    /// If true, each row has one scalar optimizer slot (rowwise Adagrad's `sum`), stored in the header.
     pub scalar_slot: bool,
 }
 
@@ -20,12 +20,12 @@ impl RowLayout {
         self.dim * (1 + self.vector_slots)
     }
 
-    /// The number of floats of the vector part and the scalar slot, which is what a record stores.
+    /// The number of floats of the vector part and the scalar slot, which a record stores.
     pub fn floats(&self) -> usize {
         self.vector_floats() + usize::from(self.scalar_slot)
     }
 
-    /// Bytes between the vector parts of two neighbouring rows in an arena, a multiple of 16.
+    /// Bytes between the vector parts of two adjacent rows in an arena, a multiple of 16.
     pub fn stride_bytes(&self) -> usize {
         (self.vector_floats() * 4).next_multiple_of(16)
     }
@@ -43,7 +43,7 @@ pub struct RowHeader {
     pub count: u32,
     /// See [`RowMeta::score`].
     pub score: f32,
-    /// The scalar optimizer slot, or 0 where the layout has none.
+    /// The scalar optimizer slot, or 0 if the layout has none.
     pub scalar: f32,
     /// See [`RowMeta::modified_epoch`].
     pub modified_epoch: u32,
@@ -55,7 +55,7 @@ impl RowHeader {
         RowMeta { count: self.count, last_step: self.last_step, score: self.score, modified_epoch: self.modified_epoch }
     }
 
-    /// Replace the row's metadata.
+    /// Replaces the row's metadata.
     pub fn set_meta(&mut self, meta: RowMeta) {
         self.count = meta.count;
         self.last_step = meta.last_step;
@@ -63,8 +63,9 @@ impl RowHeader {
         self.modified_epoch = meta.modified_epoch;
     }
 
-    /// Record the training step of `decay`, which used the row `occurrences` times. What is left of the score since the row's last step grows by
-    /// `occurrences`. A step that is not after the last one, as where the step counter was set back, decays nothing.
+    /// Records the training step of `decay`, which used the row `occurrences` times. The decayed score of the row's
+    /// last step increases by `occurrences`. A step that is not after the last one, as after a reset of the step
+    /// counter, decays nothing.
     #[inline]
     pub fn touch(&mut self, occurrences: u32, epoch: u32, decay: &mut ScoreDecayTo) {
         let decayed = decay.of(self.score, self.last_step);
@@ -84,7 +85,7 @@ pub struct RowRef<'a> {
     pub vector: &'a [f32],
 }
 
-/// The address of a row. It promises nothing: whoever reads or writes there says why that is allowed.
+/// The address of a row. It guarantees nothing: the code that reads or writes there must justify the access.
 #[derive(Clone, Copy, Debug)]
 pub struct RowAddress {
     /// The header.
@@ -99,26 +100,27 @@ pub struct RowMut(RowAddress);
 
 #[allow(unsafe_code)]
 impl RowMut {
-    /// Permission to write the row at `address`.
+    /// Creates the permission to write the row at `address`.
     ///
     /// # Safety
-    /// The address is that of a header and of a vector part of the layout that it is written with. Until whoever gets the permission
-    /// says that the row is written, both stay valid and nobody else reads or writes them.
+    /// `address` points to a header and a vector part of the layout with which it is written. Until the write is
+    /// reported as complete, both stay valid and no other code reads or writes them.
     pub unsafe fn new(address: RowAddress) -> Self {
         Self(address)
     }
 
-    /// Where the row goes.
+    /// The address of the row.
     #[inline]
     pub fn address(self) -> RowAddress {
         self.0
     }
 }
 
-// SAFETY: it is two addresses, and what may be done with them does not depend on the thread: the promise of `RowMut::new` is to all.
+// SAFETY: it is two addresses, and their valid uses do not depend on the thread: `RowMut::new` guarantees them for
+// every thread.
 #[allow(unsafe_code)]
 unsafe impl Send for RowMut {}
-// SAFETY: a shared RowMut gives a copy of two addresses and changes nothing.
+// SAFETY: a shared RowMut returns a copy of two addresses and changes nothing.
 #[allow(unsafe_code)]
 unsafe impl Sync for RowMut {}
 

@@ -7,7 +7,7 @@ use super::arena::RowArena;
 use super::layout::{RowHeader, RowRef};
 use crate::types::CacheSlot;
 
-/// Some rows, by index. They lie in slots of an arena, or one behind the other. A list is two slices, whatever the rows' size.
+/// Rows, by index. They are in slots of an arena, or contiguous. A list is two slices, for any size of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct RowList<'a> {
     rows: ListedRows<'a>,
@@ -21,19 +21,20 @@ enum ListedRows<'a> {
 }
 
 impl<'a> RowList<'a> {
-    /// Rows of headers `[n]` and vector parts `[n, floats]`.
+    /// Creates a list of rows with headers `[n]` and vector parts `[n, floats]`.
     ///
     /// # Panics
-    /// Panics when `vectors` has another length than that.
+    /// Panics if `vectors` has another length.
     pub fn block(headers: &'a [RowHeader], vectors: &'a [f32], floats: usize) -> Self {
         assert_eq!(vectors.len(), headers.len() * floats, "vectors must have floats for each header");
         Self { rows: ListedRows::Block(headers, vectors), floats }
     }
 
-    /// Rows in the slots of an arena, with vector parts of `floats` floats.
+    /// Creates a list of rows in the slots of an arena, with vector parts of `floats` floats.
     ///
     /// # Safety
-    /// The slots are valid in the arena, whose rows have vector parts of `floats` floats, and nobody writes these rows during `'a`.
+    /// The slots are valid in the arena, whose rows have vector parts of `floats` floats, and no thread writes these
+    /// rows during `'a`.
     pub(crate) unsafe fn in_slots(arena: &'a RowArena, slots: &'a [CacheSlot], floats: usize) -> Self {
         Self { rows: ListedRows::Slots(arena, slots), floats }
     }
@@ -47,7 +48,7 @@ impl<'a> RowList<'a> {
         }
     }
 
-    /// Whether there are no rows.
+    /// True if there are no rows.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -61,14 +62,15 @@ impl<'a> RowList<'a> {
     /// The row at an index.
     ///
     /// # Panics
-    /// Panics when there is no such row.
+    /// Panics if there is no such row.
     #[allow(clippy::inline_always)] // Called for each row.
     #[inline(always)]
     pub fn get(&self, row: usize) -> RowRef<'a> {
         match self.rows {
             ListedRows::Slots(arena, slots) => {
                 let row = arena.row(slots[row]);
-                // SAFETY: who called `in_slots` promised that the slot is valid and that nobody writes the row during `'a`.
+                // SAFETY: the caller of `in_slots` guaranteed that the slot is valid and that no thread writes the row
+                // during `'a`.
                 unsafe { RowRef { header: &*row.header, vector: std::slice::from_raw_parts(row.vector, self.floats) } }
             }
             ListedRows::Block(headers, vectors) => {
@@ -80,7 +82,7 @@ impl<'a> RowList<'a> {
     /// The rows of a range of indexes.
     ///
     /// # Panics
-    /// Panics when some of them do not exist.
+    /// Panics if some of them do not exist.
     #[must_use]
     pub fn range(&self, rows: Range<usize>) -> Self {
         let rows = match self.rows {
@@ -115,13 +117,13 @@ mod tests {
         let vectors: Vec<f32> = (0..12_u8).map(f32::from).collect();
         for (n, &slot) in slots.iter().enumerate() {
             let row = arena.row(slot);
-            // SAFETY: the slot is valid, and nobody else knows of the arena.
+            // SAFETY: the slot is valid, and no other code uses the arena.
             unsafe {
                 row.header.write(headers[n]);
                 row.vector.copy_from_nonoverlapping(vectors[n * 3..].as_ptr(), 3);
             }
         }
-        // SAFETY: the slots are valid, and nobody writes to the arena any more.
+        // SAFETY: the slots are valid, and no code writes to the arena from here.
         let in_slots = unsafe { RowList::in_slots(&arena, &slots, 3) };
         let block = RowList::block(&headers, &vectors, 3);
         for (one, other) in [(in_slots, block), (in_slots.range(1..3), block.range(1..3))] {

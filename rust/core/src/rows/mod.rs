@@ -1,7 +1,7 @@
-//! Rows: how they lie in memory, how they are born, and the arena that holds them.
+//! Rows: their memory layout, their initialization, and the arena that stores them.
 //!
-//! A row has a *vector part* (`D` weights, then each vector slot of `D`, all float32) and a *header* (id, metadata, and the one
-//! scalar slot of rowwise optimizers). Every tier, staging buffer, record and checkpoint moves both together.
+//! A row has a *vector part* (`D` weights, then each vector slot of `D`, all float32) and a *header* (id, metadata, and
+//! the one scalar slot of rowwise optimizers). Every tier, staging buffer, record and checkpoint moves both together.
 
 mod arena;
 mod decay;

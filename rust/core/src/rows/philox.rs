@@ -1,18 +1,19 @@
-//! Philox4x32 with 10 rounds, the counter-based random function that births use. Source: Salmon, Moraes, Dror, Shaw, "Parallel
-//! random numbers: as easy as 1, 2, 3", SC 2011.
+//! Philox4x32 with 10 rounds, the counter-based random function of initial weights. Source: Salmon, Moraes, Dror, Shaw,
+//! "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #![allow(unsafe_code)]
 
-/// A counter, or the four random words that it is turned into.
+/// A counter, or its four random words.
 pub(crate) type PhiloxBlock = [u32; 4];
 
-/// The number of blocks that are computed at once, in the lanes of vector registers.
+/// The number of blocks that are computed together, in the lanes of vector registers.
 pub(super) const BLOCKS: usize = 16;
-/// What the first and the third word are multiplied by in each round.
+/// The multipliers of the first and the third word in each round.
 const TIMES: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
-/// What the words of the key grow by after each round.
+/// The increments of the key's words after each round.
 const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 
-/// The random blocks of the counters `(first, 0, low half of id, high half of id)`, and of those whose first word is one more each.
+/// The random blocks of the `BLOCKS` counters `(first, 0, low half of id, high half of id)`, `(first + 1, ...)` and so
+/// on.
 #[inline(always)]
 #[allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
 pub(super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [PhiloxBlock; BLOCKS] {
@@ -58,7 +59,7 @@ fn philox4x32_10(counters: &[PhiloxBlock; BLOCKS], key: [u32; 2]) -> [PhiloxBloc
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2 {
-    //! The same with AVX2.
+    //! The same function with AVX2.
 
     use std::arch::x86_64::{
         __m256i, _mm256_add_epi32, _mm256_blend_epi32, _mm256_mul_epu32, _mm256_set_epi64x, _mm256_set1_epi32,
@@ -68,12 +69,12 @@ pub(super) mod avx2 {
 
     use super::{BLOCKS, PhiloxBlock, TIMES, WEYL};
 
-    /// The numbers of the blocks that a register has, each in 64 bits, so that [`by_block`] leaves them in order.
+    /// The indexes of a register's blocks, 64 bits each, in the order that [`by_block`] restores.
     const ORDER: [i64; 4] = [0, 2, 1, 3];
     /// Registers for each word of all blocks.
     const REGISTERS: usize = BLOCKS / ORDER.len();
 
-    /// As [`super::blocks_of`].
+    /// See [`super::blocks_of`].
     #[inline]
     #[target_feature(enable = "avx2")]
     pub(in super::super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [PhiloxBlock; BLOCKS] {
@@ -94,8 +95,8 @@ pub(super) mod avx2 {
         unsafe { std::mem::transmute::<[[__m256i; 2]; REGISTERS], [PhiloxBlock; BLOCKS]>(blocks) }
     }
 
-    /// The words after ten rounds. A word is in the lower half of its 64 bits, because products read that half alone. The upper half has
-    /// anything.
+    /// The words after ten rounds. A word is in the lower half of its 64 bits, because products read only that half.
+    /// The upper half is undefined.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn rounds(mut words: [__m256i; 4], key: [u32; 2]) -> [__m256i; 4] {
@@ -115,14 +116,14 @@ pub(super) mod avx2 {
         words
     }
 
-    /// The upper halves of products, in the lower ones.
+    /// Moves the upper halves of products to the lower halves.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn upper(product: __m256i) -> __m256i {
         _mm256_shuffle_epi32::<0xf5>(product)
     }
 
-    /// The blocks, whose words were by their positions in the block.
+    /// Regroups words by block. Each argument has the words of one position in the blocks.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn by_block([a, b, c, d]: [__m256i; 4]) -> [__m256i; 2] {
@@ -134,7 +135,7 @@ pub(super) mod avx2 {
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod wide {
-    //! The same with AVX-512.
+    //! The same function with AVX-512.
 
     use std::arch::x86_64::{
         __m512i, _mm512_add_epi32, _mm512_mask_blend_epi32, _mm512_mul_epu32, _mm512_permutex2var_epi64,
@@ -145,12 +146,12 @@ pub(super) mod wide {
 
     use super::{BLOCKS, PhiloxBlock, TIMES, WEYL};
 
-    /// The lanes of odd numbers.
+    /// Mask of the lanes with odd indexes.
     const ODD: u16 = 0xaaaa;
-    /// The exclusive or of three values, as a table.
+    /// Truth table of the exclusive or of three values.
     const XOR: i32 = 0x96;
 
-    /// As [`super::blocks_of`].
+    /// See [`super::blocks_of`].
     #[inline]
     #[target_feature(enable = "avx512f")]
     pub(in super::super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [PhiloxBlock; BLOCKS] {
@@ -190,7 +191,7 @@ pub(super) mod wide {
         )
     }
 
-    /// The blocks, whose words were by their positions in the block.
+    /// Regroups words by block. Each argument has the words of one position in the blocks.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn by_block([a, b, c, d]: [__m512i; 4]) -> [PhiloxBlock; BLOCKS] {
@@ -203,11 +204,11 @@ pub(super) mod wide {
             _mm512_unpacklo_epi64(ab_high, cd_high),
             _mm512_unpackhi_epi64(ab_high, cd_high),
         ];
-        // Of two registers the lower halves of 256 bits, or the upper ones, in turn.
+        // Indexes that select the lower, or the upper, 256 bits of each of two registers.
         let lower = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
         let upper = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
         let [r0, r1, r2, r3] = every_fourth;
-        // Blocks 0, 1, 4, 5; then 2, 3, 6, 7; then the same of those from 8 on.
+        // Blocks 0, 1, 4, 5; then 2, 3, 6, 7; then the same for blocks 8 to 15.
         let pairs = [
             _mm512_permutex2var_epi64(r0, lower, r1),
             _mm512_permutex2var_epi64(r2, lower, r3),
@@ -275,11 +276,11 @@ mod tests {
                 let (id, key) = (word, [(word >> 7) as u32, (word >> 29) as u32]);
                 let expected = blocks_of(first, id, key);
                 if InstructionSet::all().contains(&InstructionSet::Avx2) {
-                    // SAFETY: the processor has AVX2.
+                    // SAFETY: the CPU has AVX2.
                     assert_eq!(unsafe { avx2::blocks_of(first, id, key) }, expected, "{first} {id} {key:?}");
                 }
                 if InstructionSet::all().contains(&InstructionSet::Avx512) {
-                    // SAFETY: the processor has AVX-512 F.
+                    // SAFETY: the CPU has AVX-512 F.
                     assert_eq!(unsafe { wide::blocks_of(first, id, key) }, expected, "{first} {id} {key:?}");
                 }
             }

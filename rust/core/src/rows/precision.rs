@@ -1,4 +1,4 @@
-//! The forms in which serving checkpoints store the weights of a row: float32, or fewer bytes.
+//! Storage formats of the weights of a row in serving checkpoints: float32, or fewer bytes.
 //!
 //! | precision | bytes of a row of `D` weights | |
 //! | --- | --- | --- |
@@ -7,9 +7,9 @@
 //! | bf16 | 2 `D` | the upper half of a float32, rounded to nearest, ties to even |
 //! | int8 | `D` + 4 | a code of 8 bits for each weight, then the row's scale and its bias, both fp16 |
 //!
-//! Rows of int8 have the bytes that `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows, 8)` of FBGEMM gives them, and are read by its
-//! `FusedNBitRowwiseQuantizedSBHalfToFloat(rows, 8)`. A weight reads `code × scale + bias`. The product has at most 19 significant bits, so it is
-//! exact, and reads have the same bits with and without fused multiplication and addition.
+//! Int8 rows have the format of FBGEMM's `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows, 8)`, and are read by its
+//! `FusedNBitRowwiseQuantizedSBHalfToFloat(rows, 8)`. A weight reads as `code × scale + bias`. The product has at most
+//! 19 significant bits, so it is exact, and reads are bitwise identical with and without fused multiply-add.
 
 #![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
 
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::simd::{InstructionSet, SimdJob};
 
-/// How the weights of a row are stored.
+/// The storage format of a row's weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WeightPrecision {
@@ -27,22 +27,22 @@ pub enum WeightPrecision {
     Fp16,
     /// The upper half of a float32.
     Bf16,
-    /// A code of 8 bits for each weight, and a scale and a bias for the row.
+    /// A code of 8 bits for each weight, and a scale and a bias per row.
     Int8,
 }
 
-/// Bytes of the scale and the bias of a row of int8.
+/// Bytes of the scale and the bias of an int8 row.
 const SCALE_AND_BIAS: usize = 4;
-/// A row of no more bytes than this is rounded without asking for memory.
+/// Rows of up to this many bytes are rounded without allocating memory.
 const SMALL_ROW: usize = 1024;
-/// The greatest code.
+/// The largest code.
 const MAX_CODE: f32 = 255.0;
 
 impl WeightPrecision {
     /// Every precision.
     pub const ALL: [Self; 4] = [Self::Fp32, Self::Fp16, Self::Bf16, Self::Int8];
 
-    /// The name that manifests and Python use.
+    /// The name in manifests and in Python.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fp32 => "fp32",
@@ -57,7 +57,7 @@ impl WeightPrecision {
         Self::ALL.into_iter().find(|precision| precision.name() == name)
     }
 
-    /// The type of the column of weights, as safetensors call it.
+    /// The safetensors type of the column of weights.
     pub fn dtype(self) -> &'static str {
         match self {
             Self::Fp32 => "F32",
@@ -67,12 +67,12 @@ impl WeightPrecision {
         }
     }
 
-    /// How many values of that type a row of `dim` weights has.
+    /// Number of values of that type in a row of `dim` weights.
     pub fn columns(self, dim: usize) -> usize {
         if self == Self::Int8 { dim + SCALE_AND_BIAS } else { dim }
     }
 
-    /// How many bytes a row of `dim` weights has.
+    /// Number of bytes of a row of `dim` weights.
     pub fn row_bytes(self, dim: usize) -> usize {
         match self {
             Self::Fp32 => 4 * dim,
@@ -81,13 +81,15 @@ impl WeightPrecision {
         }
     }
 
-    /// Store rows of `dim` weights: `weights` is `[n, dim]`, and `into` has [`WeightPrecision::row_bytes`] for each of them.
+    /// Stores rows of `dim` weights: `weights` is `[n, dim]`, and `into` has [`WeightPrecision::row_bytes`] for each of
+    /// them.
     ///
-    /// The error is the number of the first row that this precision cannot hold: of fp16 and bf16 one with a finite weight that would become
-    /// infinite; of int8 one with a weight that is not finite, or whose bias or scale fp16 would make infinite. Other rows may have been stored.
+    /// The error is the index of the first row that this precision cannot represent: for fp16 and bf16 a row with a
+    /// finite weight that would become infinite; for int8 a row with a weight that is not finite, or whose bias or
+    /// scale would be infinite in fp16. Other rows may have been stored.
     ///
     /// # Panics
-    /// When the lengths do not fit.
+    /// Panics if the lengths do not match.
     pub fn store(self, weights: &[f32], dim: usize, into: &mut [u8]) -> Result<(), usize> {
         assert_eq!(weights.len() / dim * self.row_bytes(dim), into.len(), "as many rows as there is room for");
         let mut rows = weights.chunks_exact(dim).zip(into.chunks_exact_mut(self.row_bytes(dim)));
@@ -98,7 +100,8 @@ impl WeightPrecision {
         }
     }
 
-    /// Change a row of weights to what they read after they were stored. A row that cannot be held stays as it is.
+    /// Rounds a row of weights to the values that are read after storing it. A row that cannot be represented is
+    /// unchanged.
     pub(crate) fn round(self, row: &mut [f32]) {
         let bytes = self.row_bytes(row.len());
         let (mut small, mut large) = ([0; SMALL_ROW], Vec::new());
@@ -113,15 +116,15 @@ impl WeightPrecision {
         }
     }
 
-    /// Read a stored row of as many weights as `into` has room for.
+    /// Reads a stored row with the number of weights that `into` has.
     ///
     /// # Panics
-    /// When `stored` does not have [`WeightPrecision::row_bytes`].
+    /// Panics if the length of `stored` is not [`WeightPrecision::row_bytes`].
     #[inline]
     pub fn load(self, stored: &[u8], into: &mut [f32]) {
         assert_eq!(stored.len(), self.row_bytes(into.len()), "the bytes of one row");
         match self {
-            // A copy needs no instruction set of its own.
+            // A copy does not depend on the instruction set.
             Self::Fp32 => bytemuck::cast_slice_mut(into).copy_from_slice(stored),
             _ => InstructionSet::best().run(LoadJob { precision: self, stored, into }),
         }
@@ -135,7 +138,7 @@ struct StoreJob<'a> {
 }
 
 impl SimdJob for StoreJob<'_> {
-    /// Whether the row can be held.
+    /// True if the row can be represented.
     type Output = bool;
 
     #[inline(always)]
@@ -152,7 +155,7 @@ impl SimdJob for StoreJob<'_> {
     }
 }
 
-/// Store weights in two bytes each. False where a finite one becomes `infinity`.
+/// Stores weights in two bytes each. Returns false if a finite one becomes `infinity`.
 #[inline(always)]
 fn store_halves(row: &[f32], into: &mut [u8], convert: impl Fn(f32) -> u16, infinity: u16) -> bool {
     let (pairs, _) = into.as_chunks_mut::<2>();
@@ -165,7 +168,7 @@ fn store_halves(row: &[f32], into: &mut [u8], convert: impl Fn(f32) -> u16, infi
     !lost
 }
 
-/// Store codes, a scale and a bias. False where the weights are not finite, or one of the two is not.
+/// Stores codes, a scale and a bias. Returns false if a weight, the scale or the bias is not finite.
 #[inline(always)]
 fn store_codes(row: &[f32], into: &mut [u8]) -> bool {
     let (codes, numbers) = into.split_at_mut(row.len());
@@ -180,11 +183,11 @@ fn store_codes(row: &[f32], into: &mut [u8]) -> bool {
     let range = greatest - lowest;
     let wanted = if range == 0.0 { 1.0 } else { range / MAX_CODE };
     let rounded = f16_to_f32(f32_to_f16(wanted));
-    // Of a row with one value any scale will do, and of a range that fp16 has no scale for every code is 0.
+    // If all values of a row are equal, any scale works. If fp16 has no scale for the range, every code is 0.
     let scale = if rounded == 0.0 { 1.0 } else { rounded };
     let inverse = 1.0 / scale;
     for (weight, code) in row.iter().zip(codes) {
-        // The clamp is by comparison, so that this is one conversion of many at once.
+        // The clamp is by comparison, so that the conversion is vectorized.
         let rounded = ((weight - lowest) * inverse).round_ties_even();
         let rounded = if rounded > 0.0 { rounded } else { 0.0 };
         *code = if rounded < MAX_CODE { rounded as u8 } else { 255 };
@@ -230,35 +233,37 @@ impl SimdJob for LoadJob<'_> {
     }
 }
 
-/// The nearest binary16; of two that are as near the even one. Beyond the range infinity; a NaN keeps its sign and the upper part of its payload
-/// and is quiet.
+/// Converts to the nearest binary16, ties to even. Values beyond the range become infinity; a NaN keeps its sign and
+/// the upper part of its payload and becomes quiet.
 #[inline(always)]
 fn f32_to_f16(value: f32) -> u16 {
     let bits = value.to_bits();
     let (sign, magnitude) = ((bits >> 16) & 0x8000, bits & 0x7fff_ffff);
     let nan = 0x7e00 | (magnitude >> 13) & 0x1ff;
-    // 0.5 has a last bit of 2^-24, as a subnormal has, so that the addition rounds as it should.
+    // The last bit of 0.5 is 2^-24, as for a subnormal, so the addition rounds correctly.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
     let is_odd = (magnitude >> 13) & 1;
     let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + is_odd) >> 13;
-    // From here on every compiler makes selections, and no branches.
+    // Every compiler turns the following expressions into selections without branches.
     let finite = if magnitude < 113 << 23 { subnormal } else { normal };
     let all = if magnitude >= 143 << 23 { 0x7c00 } else { finite };
     (sign | if magnitude > 0x7f80_0000 { nan } else { all }) as u16
 }
 
-/// The same number; a NaN becomes quiet.
+/// Converts to the same value; a NaN becomes quiet.
 #[inline(always)]
 fn f16_to_f32(half: u16) -> f32 {
     let (sign, magnitude) = ((u32::from(half) & 0x8000) << 16, u32::from(half) & 0x7fff);
-    // The exponent of a half is smaller by 112 than that of the same float. Subnormals become normal by the multiplication.
+    // The exponent bias of a half is smaller by 112 than that of a float. Subnormals become normal by the
+    // multiplication.
     let finite = (f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23)).to_bits();
     let quiet = if magnitude > 0x7c00 { 0x0040_0000 } else { 0 };
     let special = 0x7f80_0000 | (magnitude << 13) | quiet;
     f32::from_bits(sign | if magnitude >= 0x7c00 { special } else { finite })
 }
 
-/// The nearest bfloat16; of two that are as near the even one. Beyond the range infinity; a NaN keeps its sign and becomes quiet.
+/// Converts to the nearest bfloat16, ties to even. Values beyond the range become infinity; a NaN keeps its sign and
+/// becomes quiet.
 #[inline(always)]
 fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
@@ -284,7 +289,8 @@ mod tests {
         if half >> 15 == 1 { -size } else { size }
     }
 
-    /// Floats of every sign and exponent, with the fractions at which roundings to 10 and to 7 bits differ, and random ones.
+    /// Floats of every sign and exponent, with the fractions at which roundings to 10 and to 7 bits differ, and random
+    /// ones.
     fn floats() -> impl Iterator<Item = f32> {
         let near = |bits: u32| [0, 1, bits - 1, bits, bits + 1];
         let edges: Vec<u32> = [12, 13, 15, 16, 22, 23].into_iter().flat_map(|at| near(1 << at)).collect();
@@ -297,12 +303,12 @@ mod tests {
         })
     }
 
-    /// The half of the two that a value lies between which is nearest, and of two the even one, found by search among all.
+    /// Finds the nearest half of a value by search among all, ties to even.
     fn nearest(value: f32, all: &[(f64, u16)]) -> u16 {
         let exact = f64::from(value.abs());
         let after = all.partition_point(|(half, _)| *half < exact).min(all.len() - 1);
         let (below, above) = (all[after.saturating_sub(1)], all[after]);
-        // What rounds past the greatest becomes infinity, as if there were one more power of two.
+        // Values that round past the largest become infinity, as if there were one more power of two.
         let size = |(value, _): (f64, u16)| if value.is_infinite() { 65536.0 } else { value };
         let (down, up) = (exact - size(below), size(above) - exact);
         let is_below = down.total_cmp(&up).then(if below.1 % 2 == 0 { Ordering::Less } else { Ordering::Greater });
@@ -355,7 +361,7 @@ mod tests {
         }
     }
 
-    /// Rows of every kind: random ones of many sizes, constant ones, tiny ones, and those with great outliers.
+    /// Rows of every kind: random rows of many sizes, constant rows, tiny rows, and rows with large outliers.
     fn rows() -> Vec<Vec<f32>> {
         let mut rows = vec![
             vec![0.0; 5],
@@ -381,7 +387,7 @@ mod tests {
         rows
     }
 
-    /// The row as the plainest program stores it: the same steps as FBGEMM's reference, in its order.
+    /// Stores a row by the simplest program: the same steps as FBGEMM's reference, in its order.
     fn plain(row: &[f32]) -> Vec<u8> {
         let least = row.iter().copied().fold(f32::INFINITY, f32::min);
         let greatest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);

@@ -1,14 +1,14 @@
-//! The quantile function of the standard normal distribution. It uses basic arithmetic only, and so gives the same bits on every
-//! machine.
+//! The quantile function of the standard normal distribution. It uses only basic arithmetic, so its results are bitwise
+//! identical on every machine.
 #![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
 
 /// Φ(2), the cumulative probability at the upper end of the truncated normal distribution.
 pub(super) const NORMAL_CDF_AT_TWO: f64 = 0.977_249_868_051_820_8;
 
-/// The `x` for which Φ(x) = `p`, accurate to one part in 5 million. `p` lies between 2⁻³³ and 1 − 2⁻³³.
+/// The `x` for which Φ(x) = `p`, accurate to one part in 5 million. `p` is between 2⁻³³ and 1 − 2⁻³³.
 ///
-/// This is PPND7 of algorithm AS 241 (Wichura, "The percentage points of the normal distribution", Applied Statistics 37, 1988),
-/// evaluated in float64. Its third interval is left out, because it lies beyond the bounds of `p`.
+/// This is PPND7 of algorithm AS 241 (Wichura, "The percentage points of the normal distribution", Applied Statistics
+/// 37, 1988), evaluated in float64. Its third interval is omitted, because it is beyond the bounds of `p`.
 #[inline(always)]
 pub(super) fn normal_quantile(p: f64) -> f64 {
     let q = p - 0.5;

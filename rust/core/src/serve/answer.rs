@@ -1,25 +1,25 @@
-//! What a lookup writes: the row of each id, and whether there is one.
+//! Output of a lookup: the row of each id, and a flag per id that has a row.
 
 use super::files::RowFileSet;
 use super::missing::MissingWeights;
 use crate::rows::WeightPrecision;
 use crate::types::Id;
 
-/// Bytes that are copied by one instruction where the processor has one for so many.
+/// Bytes copied per instruction, if the CPU has registers of this size.
 const COPIED_BYTES: usize = 64;
 
-/// Where a lookup writes rows, in one of the forms that it gives.
+/// Destination of a lookup's rows, in one of the supported formats.
 pub(super) trait RowOutput {
-    /// Write the row at a position, from the bytes that a file has of it.
+    /// Writes the row at a position, from its bytes in a file.
     fn put(&mut self, files: &RowFileSet, position: usize, row: &[u8]);
 
-    /// Write what an id without a row reads.
+    /// Writes the value of a missing id.
     fn put_missing(&mut self, missing: &MissingWeights, position: usize, id: Id);
 
-    /// Where the row at a position is written as the bytes of a file that has float32; `None` where that is not this form.
+    /// Destination of the row at a position, as the bytes of a float32 file; `None` for other formats.
     fn float32(&mut self, position: usize) -> Option<&mut [u8]>;
 
-    /// Whether [`Output::float32`] gives places.
+    /// True if [`Self::float32`] returns destinations.
     fn is_float32(&self) -> bool;
 }
 
@@ -63,12 +63,12 @@ pub(super) struct StoredOutput<'a> {
     pub(super) precision: WeightPrecision,
     /// One row as float32.
     pub(super) row: Vec<f32>,
-    /// The position of a row that the precision cannot hold.
+    /// Position of a row that the precision cannot represent.
     pub(super) unrepresentable: Option<usize>,
 }
 
 impl StoredOutput<'_> {
-    /// Store the row that is in `self.row`.
+    /// Stores the row in `self.row`.
     fn store(&mut self, position: usize) {
         let bytes = self.precision.row_bytes(self.row.len());
         let to = &mut self.out[position * bytes..][..bytes];
@@ -85,7 +85,7 @@ impl RowOutput for StoredOutput<'_> {
             self.out[position * bytes..][..bytes].copy_from_slice(row);
             return;
         }
-        // A row of a trainer's delta, which is held against the precision before the delta is served.
+        // A row of a trainer's delta, which is checked against the precision before the delta is served.
         WeightPrecision::Fp32.load(row, &mut self.row);
         self.store(position);
     }
@@ -104,7 +104,7 @@ impl RowOutput for StoredOutput<'_> {
     }
 }
 
-/// The rows of a lookup, which are written one by one. `note` is told the position of each id and whether it has a row.
+/// Writes the rows of a lookup one by one. `on_row` receives the position of each id, and true if it has a row.
 pub(super) struct LookupWriter<'a, O, N> {
     files: &'a RowFileSet,
     missing: &'a MissingWeights,
@@ -124,17 +124,17 @@ impl<'a, O: RowOutput, N: FnMut(usize, bool)> LookupWriter<'a, O, N> {
         Self { files, missing, ids, out, on_row, missing_rows: 0 }
     }
 
-    /// How many ids without a row were written.
+    /// Number of missing ids written.
     pub(super) fn missing_rows(&self) -> usize {
         self.missing_rows
     }
 
-    /// Whether [`Answer::copy`] may be used for files of float32.
+    /// True if [`Self::copy`] may be used for float32 files.
     pub(super) fn is_float32(&self) -> bool {
         self.out.is_float32()
     }
 
-    /// Write the row of the id at a position, from the bytes that a file has of it; `None` where the id has no row.
+    /// Writes the row of the id at a position, from its bytes in a file; `None` if the id is missing.
     pub(super) fn put(&mut self, position: usize, row: Option<&[u8]>) {
         (self.on_row)(position, row.is_some());
         if let Some(bytes) = row {
@@ -145,7 +145,7 @@ impl<'a, O: RowOutput, N: FnMut(usize, bool)> LookupWriter<'a, O, N> {
         }
     }
 
-    /// Write a row whose bytes are float32, as they are.
+    /// Copies a row whose bytes are float32.
     #[inline(always)]
     #[allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
     pub(super) fn copy(&mut self, position: usize, row: &[u8]) {

@@ -1,4 +1,4 @@
-//! Makes the index of a table from the files of its chain.
+//! Builds the index of a table from the files of its chain.
 
 use std::collections::HashSet;
 
@@ -14,7 +14,7 @@ use crate::memory;
 use crate::rows::WeightPrecision;
 use crate::types::Id;
 
-/// Check the files of a table in one checkpoint, and get ready to read all of its rows.
+/// Checks the files of a table in one checkpoint, and returns a reader for all of its rows.
 pub(super) fn reader_of(link: &OpenCheckpoint, module: &str, table: &str) -> Result<TableReader> {
     if link.manifest().kind == CheckpointKind::Linked {
         return Err(link.only_for_same_ranks("a server reads files of rows"));
@@ -23,13 +23,13 @@ pub(super) fn reader_of(link: &OpenCheckpoint, module: &str, table: &str) -> Res
     Ok(link.table_reader(module, table, 0..buckets)?.without_slots())
 }
 
-/// A checkpoint, as the files of a table name it.
+/// Returns the identity of a checkpoint as stored with a table's files.
 pub(super) fn link_of(link: &OpenCheckpoint) -> RowFileLink {
     let identity = link.identity();
     RowFileLink { name: identity.name, manifest_xxh3: identity.manifest_xxh3, files_end: 0 }
 }
 
-/// Map the files of a table in a chain, whose checkpoints and readers are given with the oldest first.
+/// Maps the files of a table in a chain. `links` has the checkpoints and their readers, oldest first.
 pub(super) fn map_files(
     engine: &dyn IoEngine,
     links: &[(&OpenCheckpoint, &TableReader)],
@@ -45,8 +45,8 @@ pub(super) fn map_files(
     Ok(files)
 }
 
-/// Read and verify every row of a chain, and index those that the newest checkpoint has. Checkpoints come with the oldest first, each with
-/// its sweeps. `wait` is called for each file, and its error ends the work.
+/// Reads and verifies every row of a chain, and indexes those in the latest checkpoint. Checkpoints are passed oldest
+/// first, each with its sweeps. `wait` is called for each file; an error from it aborts the work.
 pub(super) fn build_index(
     files: &RowFileSet,
     links: &[(&TableReader, &[ExpirySweep])],
@@ -76,7 +76,7 @@ pub(super) fn build_index(
                 return Err(wrong(building.rows + 1));
             }
             file += 1;
-            // A row that died replaced the one of an older checkpoint, which must not come back.
+            // An expired row replaced the row of an older checkpoint, which must not be indexed.
             if number > 0 {
                 building.mark_removed(&dead)?;
             }
@@ -91,16 +91,17 @@ pub(super) fn build_index(
 
 struct ServeIndexBuilder<'a> {
     files: &'a RowFileSet,
-    /// The number of the checkpoint that is read.
+    /// Index of the checkpoint that is being read.
     link: usize,
     index: ServeIndex,
-    /// Ids that left since the checkpoints that are still to be read.
+    /// Ids removed after the checkpoints that remain to be read.
     tombstones: HashSet<Id, IdHash>,
-    /// How many rows there are to be.
+    /// Expected number of rows.
     rows: u64,
 }
 
-/// `Corruption` where an id that a checkpoint of the chain has, by its number, has another place in the same checkpoint.
+/// Returns `Corruption` if an id of a checkpoint, given by its index in the chain, has another location in the same
+/// checkpoint.
 pub(super) fn check_unique(files: &RowFileSet, link: usize, place: RowFileLocation, id: Id) -> Result<()> {
     match files.find(place) {
         Some((file, number, _)) if files.link_of(number) == link => {
@@ -111,14 +112,14 @@ pub(super) fn check_unique(files: &RowFileSet, link: usize, place: RowFileLocati
     }
 }
 
-/// How many ids ahead the line of an id is asked for.
+/// Prefetch distance of index lines, in ids.
 const AHEAD: usize = 24;
 
 impl ServeIndexBuilder<'_> {
-    /// Add the rows of a file that no newer checkpoint has or took, and the ids of those that a newer sweep took to `dead`. `false` where there
-    /// are more rows than there are to be.
+    /// Adds the rows of a file that no newer checkpoint contains or expired, and adds ids that a newer sweep expired to
+    /// `dead`. Returns false if there are more rows than expected.
     ///
-    /// Errors: `Corruption` where the checkpoint has an id twice.
+    /// Errors: `Corruption` if the checkpoint has an id twice.
     fn add(&mut self, file: usize, rows: &RowColumns<'_>, newer: &[&ExpirySweep], dead: &mut Vec<Id>) -> Result<bool> {
         let dim = rows.parts[0].len() / rows.len().max(1);
         for (row, &id) in rows.ids.iter().enumerate() {
@@ -137,7 +138,7 @@ impl ServeIndexBuilder<'_> {
             if has_room && self.index.insert_new(id, self.files.location(file, row)) {
                 continue;
             }
-            // A newer checkpoint has the row, or so does this one in another file.
+            // The row is in a newer checkpoint, or in another file of this one.
             match self.index.get(id) {
                 RowFileLocation::NONE => return Ok(false),
                 place => check_unique(self.files, self.link, place, id)?,
@@ -146,7 +147,7 @@ impl ServeIndexBuilder<'_> {
         Ok(true)
     }
 
-    /// These ids have no row, whatever older checkpoints have.
+    /// Marks ids as removed, so that rows of older checkpoints are ignored.
     fn mark_removed(&mut self, ids: &[Id]) -> Result<()> {
         let refused = |_| memory::refused_error("keep the ids that left", 2 * size_of_val(ids));
         self.tombstones.try_reserve(ids.len()).map_err(refused)?;

@@ -1,4 +1,4 @@
-//! Holds the index file of a checkpoint against the checkpoint.
+//! Verifies the index file of a checkpoint against the checkpoint.
 
 use super::files::{RowFileLocation, RowFileSet};
 use super::index::{INDEX_FILE, ServeIndex, read_index};
@@ -9,15 +9,16 @@ use crate::error::{Error, Result};
 use crate::io::MappingAccess;
 use crate::types::Id;
 
-/// How many ids are looked up together.
+/// Number of ids looked up together.
 const IDS_AT_ONCE: usize = 4096;
 
-/// Hold the index file of a checkpoint against its rows: of the newest checkpoint, or of the one that `at` names. The result is how many rows it
-/// has; `None` where there is no such file, or one that servers make anew because it is of another version or of other files. All rows are read
-/// and verified, and an index is made of them in this process's memory. `wait` is called meanwhile, and its error ends the work.
+/// Verifies the index file of a checkpoint against its rows: of the latest checkpoint, or of the one that `at` names.
+/// Returns its number of rows; `None` if there is no such file, or one that servers rebuild because it has another
+/// version or belongs to other files. Reads and verifies all rows, and builds an index in this process's memory. `wait`
+/// is called during the work; an error from it aborts it.
 ///
-/// Errors: those of [`Serving::open`](super::Serving::open), `Corruption` where the file is damaged or says something else than the rows; that of
-/// `wait`.
+/// Errors: as [`TableServer::open`](super::TableServer::open), `Corruption` if the file is corrupted or contradicts the
+/// rows; errors of `wait`.
 pub fn check_index(root: &CheckpointDirectory, at: Option<&str>, wait: &mut WaitCallback<'_>) -> Result<Option<u64>> {
     let name = resolve_name(root, at)?;
     let directory = root.subdirectory(name);
@@ -42,7 +43,7 @@ pub fn check_index(root: &CheckpointDirectory, at: Option<&str>, wait: &mut Wait
     Ok(Some(rows))
 }
 
-/// An id that one of two indexes has at another place than the other one. `wait` is called for some ids each time.
+/// Returns an id whose locations in the two indexes differ. `wait` is called for every batch of ids.
 fn first_difference(
     found: &ServeIndex,
     right: &ServeIndex,
@@ -51,7 +52,7 @@ fn first_difference(
 ) -> Result<Option<Id>> {
     let (mut of_found, mut of_right) = (vec![0; IDS_AT_ONCE], vec![0; IDS_AT_ONCE]);
     for file in files.all() {
-        // What the mapping does not have in memory would be read page by page, and a file that was cut would end the process.
+        // Pages outside memory would otherwise be read one by one, and a truncated file would kill the process.
         file.mapping().populate(&(file.ids..file.ids + file.rows * size_of::<Id>()))?;
         let ids: Vec<Id> = (0..file.rows).map(|row| file.id(row)).collect();
         for ids in ids.chunks(IDS_AT_ONCE) {
@@ -65,6 +66,6 @@ fn first_difference(
             }
         }
     }
-    // What the files do not have at all must not be in the index either.
+    // Ids that the files do not contain must not be in the index either.
     Ok(found.ids().find(|&id| right.get(id) == RowFileLocation::NONE))
 }

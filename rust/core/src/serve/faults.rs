@@ -1,9 +1,9 @@
-//! How many pages this thread had to wait for.
+//! Number of pages for which this thread had to wait.
 #![allow(unsafe_code)]
 
-/// Page faults of the calling thread that had to be read from a disk, since it began.
+/// Major page faults of the calling thread (read from disk) since it was started.
 pub(super) fn major_faults() -> u64 {
-    // SAFETY: a `rusage` is plain numbers, for which zeros are valid, and the call writes to this one only.
+    // SAFETY: `rusage` contains only integers, for which zeros are valid, and the call writes only to this value.
     let usage = unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);

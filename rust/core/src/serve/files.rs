@@ -1,4 +1,4 @@
-//! The data files of one table in a chain of checkpoints, mapped, and where a row lies in them.
+//! The mapped data files of one table in a chain of checkpoints, and locations of rows in them.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -16,14 +16,15 @@ use crate::prefetch::prefetch_address;
 use crate::rows::{RowHeader, WeightPrecision};
 use crate::types::Id;
 
-/// Where a row lies: the number of its file, then the number of the row in the file, in as many bits as the table's files need.
+/// Location of a row: the number of its file, then its row number in the file, in as many bits as the table's files
+/// need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RowFileLocation(pub(super) u32);
 
 impl RowFileLocation {
     /// No row.
     pub(super) const NONE: Self = Self(u32::MAX);
-    /// The id left the table. Only overlays have this.
+    /// The id was removed. Used only in overlays.
     pub(super) const TOMBSTONE: Self = Self(u32::MAX - 1);
 }
 
@@ -36,7 +37,7 @@ pub(super) struct RowFile {
     last_steps: usize,
     weights: usize,
     scores: usize,
-    /// Bytes of the weights of a row.
+    /// Bytes of a row's weights.
     row_bytes: usize,
     pub(super) pages: ResidentPages,
 }
@@ -49,7 +50,7 @@ impl RowFile {
             return Err(Error::corruption(&file.path, 0, "the file's length", file.bytes, length));
         }
         let RowFileOffsets { rows, ids, last_steps, weights, scores, .. } = *file;
-        // The header of the file says that they fit. Lookups rely on it without looking again.
+        // The file's header states that the columns fit. Lookups rely on this check.
         let ends = [(ids, 8), (last_steps, 8), (weights, row_bytes), (scores, 4)];
         let fits =
             |(start, width): (usize, usize)| rows.checked_mul(width)?.checked_add(start).filter(|&end| end <= length);
@@ -66,19 +67,19 @@ impl RowFile {
         bytes.try_into().expect("eight bytes are eight bytes")
     }
 
-    /// The id of a row.
+    /// Id of a row.
     #[inline]
     pub(super) fn id(&self, row: usize) -> Id {
         Id::from_le_bytes(self.read_eight_bytes(self.ids, row))
     }
 
-    /// The bytes of the weights of a row.
+    /// Bytes of a row's weights.
     #[inline]
     pub(super) fn weights(&self, row: usize) -> &[u8] {
         &self.mapping.bytes()[self.weights + row * self.row_bytes..][..self.row_bytes]
     }
 
-    /// What rules of eviction look at, besides the weights.
+    /// Fields that eviction rules evaluate, other than the weights.
     pub(super) fn header(&self, row: usize) -> RowHeader {
         let score: [u8; 4] = self.mapping.bytes()[self.scores + row * 4..][..4].try_into().expect("four bytes");
         RowHeader {
@@ -89,14 +90,14 @@ impl RowFile {
         }
     }
 
-    /// The byte ranges that a lookup of a row reads. With `has_rules`, those too that rules of eviction look at.
+    /// Byte ranges that a lookup of a row reads. With `has_rules`, also those that eviction rules evaluate.
     pub(super) fn ranges(&self, row: usize, has_rules: bool) -> impl Iterator<Item = Range<usize>> + use<> {
         let cell = |start: usize, width: usize| start + row * width..start + (row + 1) * width;
         let ruled = has_rules.then(|| [cell(self.ids, 8), cell(self.last_steps, 8), cell(self.scores, 4)]);
         [cell(self.weights, self.row_bytes)].into_iter().chain(ruled.into_iter().flatten())
     }
 
-    /// Whether all that a lookup of a row reads was seen in memory lately.
+    /// True if everything that a lookup of a row reads was recently seen in memory.
     #[inline]
     pub(super) fn is_resident(&self, row: usize, has_rules: bool, generation: usize) -> bool {
         let near = |start: usize, width: usize| self.pages.are_resident(start + row * width, width, generation);
@@ -104,12 +105,12 @@ impl RowFile {
             && (!has_rules || near(self.ids, 8) && near(self.last_steps, 8) && near(self.scores, 4))
     }
 
-    /// The bytes of the weights of all rows.
+    /// Byte range of the weights of all rows.
     fn all_weights(&self) -> Range<usize> {
         self.weights..self.weights + self.rows * self.row_bytes
     }
 
-    /// Wait until the weights of all rows are in memory.
+    /// Waits until the weights of all rows are in memory.
     fn load_weights(&self, generation: usize) -> Result<()> {
         let range = self.all_weights();
         self.mapping.populate(&range)?;
@@ -122,18 +123,19 @@ impl RowFile {
     }
 }
 
-/// What a lookup needs of a file, close together: a table has hundreds of files, and lookups need all of them.
+/// The fields of a file that a lookup needs, stored compactly: a table has hundreds of files, and lookups need all of
+/// them.
 #[derive(Clone, Copy, Debug)]
 struct RowFileView {
     start: *const u8,
     weights: usize,
     rows: usize,
     row_bytes: u32,
-    /// The words of the pages that were seen, of both generations; null where all bytes are always near.
+    /// Bitmaps of resident pages in both generations; null if all bytes are always resident.
     seen: [*const AtomicU64; 2],
 }
 
-// SAFETY: these are addresses in a `RowFile`, which may be shared between threads, and which whoever has the view holds.
+// SAFETY: these are addresses in a `RowFile`, which may be shared between threads and outlives the view.
 unsafe impl Send for RowFileView {}
 // SAFETY: as above; the bytes are only read, and the words are atomic.
 unsafe impl Sync for RowFileView {}
@@ -145,11 +147,11 @@ impl RowFileView {
     }
 }
 
-/// Where the weights of a row lie in memory, which may have to be read from the disk first.
+/// Address of a row's weights, which may have to be read from disk first.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowFilePointer {
     weights: *const u8,
-    /// The number of the file.
+    /// Number of the file.
     pub(super) file: u32,
     /// Bytes of the weights.
     bytes: u32,
@@ -164,55 +166,56 @@ impl RowFilePointer {
         self.weights.is_null()
     }
 
-    /// Start to load the line of a byte of the row. No row has none, and this does no harm.
+    /// Prefetches the cache line of a byte of the row. Harmless for `NONE`.
     #[inline]
     pub(super) fn prefetch(&self, byte: usize) {
         prefetch_address(self.weights.wrapping_add(byte));
     }
 }
 
-/// What one checkpoint of a chain adds to the files of a table.
+/// The files that one checkpoint of a chain adds to a table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RowFileLink {
-    /// The checkpoint.
+    /// Name of the checkpoint.
     pub(super) name: String,
     /// XXH3 of its manifest.
     pub(super) manifest_xxh3: u64,
-    /// Its files end before this number.
+    /// Number after that of its last file.
     pub(super) files_end: usize,
 }
 
 impl RowFileLink {
-    /// The checkpoint.
+    /// Identity of the checkpoint.
     pub(super) fn identity(&self) -> CheckpointId {
         CheckpointId { name: self.name.clone(), manifest_xxh3: self.manifest_xxh3 }
     }
 }
 
-/// The files of a table in a chain, the oldest checkpoint first.
+/// The files of a table in a chain, oldest checkpoint first.
 #[derive(Clone, Debug)]
 pub(super) struct RowFileSet {
     all: Vec<Arc<RowFile>>,
     /// A view of each file.
     views: Vec<RowFileView>,
     links: Vec<RowFileLink>,
-    /// Bits of a place that are the number of a row.
+    /// Number of bits of the row number in a location.
     row_bits: u32,
-    /// How weights are stored. A trainer's deltas of a serving checkpoint have them in float32, and are rounded as they are read.
+    /// Precision of the weights. A trainer's deltas of a serving checkpoint have float32 weights, which are rounded
+    /// when read.
     precision: WeightPrecision,
-    /// Bytes of the weights of a row, in files that are not such deltas.
+    /// Bytes of a row's weights, in files other than such deltas.
     row_bytes: usize,
-    /// Columns of a row.
+    /// Width of a row.
     dim: usize,
-    /// How files are mapped.
+    /// Access pattern of the mappings.
     access: MappingAccess,
-    /// The last generation of pages in which all of these files were near, plus one.
+    /// The last page generation in which all of these files were resident, plus one.
     all_resident_in: Arc<AtomicUsize>,
 }
 
 impl RowFileSet {
-    /// No files, of a table of width `dim` whose files have at most so many rows.
+    /// Creates an empty set for a table of width `dim` whose files have at most `most_rows` rows.
     pub(super) fn new(most_rows: usize, precision: WeightPrecision, dim: usize, access: MappingAccess) -> Self {
         let row_bits = usize::BITS - most_rows.saturating_sub(1).leading_zeros();
         let (all, views, links) = (Vec::new(), Vec::new(), Vec::new());
@@ -230,7 +233,7 @@ impl RowFileSet {
         }
     }
 
-    /// Map the files of one more checkpoint of the chain. With an error nothing was added.
+    /// Maps the files of one more checkpoint of the chain. On an error the set is unchanged.
     pub(super) fn push(&mut self, engine: &dyn IoEngine, link: RowFileLink, reader: &TableReader) -> Result<()> {
         let stored = reader.spec().precision.unwrap_or(WeightPrecision::Fp32);
         let is_rounded = stored == WeightPrecision::Fp32 && !self.links.is_empty();
@@ -268,12 +271,12 @@ impl RowFileSet {
         Ok(())
     }
 
-    /// Read the weights of the newest checkpoint's files into memory, so that no lookup waits for them.
+    /// Reads the weights of the latest checkpoint's files into memory, so that lookups do not wait for them.
     ///
-    /// Errors: `Corruption`, `Storage` where they cannot be read.
+    /// Errors: `Corruption`, `Storage` if they cannot be read.
     pub(super) fn preload_newest(&self, generation: usize) -> Result<()> {
         let newest = &self.all[self.first_file_of(self.links.len() - 1)..];
-        // What is asked for ahead comes in small pages.
+        // Prefetched pages are small.
         if self.access == MappingAccess::Scattered {
             for file in newest {
                 file.mapping.prefetch(&file.all_weights());
@@ -282,10 +285,10 @@ impl RowFileSet {
         newest.iter().try_for_each(|file| file.load_weights(generation))
     }
 
-    /// Read the weights of all files into memory. They are not asked for ahead, so that the system reads them in huge pages where it can. `wait` is
-    /// called for each file, and its error ends the work.
+    /// Reads the weights of all files into memory. They are not prefetched, so that the OS can use huge pages. `wait`
+    /// is called for each file; an error from it aborts the work.
     ///
-    /// Errors: `Corruption`, `Storage` where they cannot be read; that of `wait`.
+    /// Errors: `Corruption`, `Storage` if they cannot be read; errors of `wait`.
     pub(super) fn preload_all(&self, generation: usize, wait: &mut WaitCallback<'_>) -> Result<()> {
         self.all.iter().try_for_each(|file| {
             wait()?;
@@ -293,7 +296,7 @@ impl RowFileSet {
         })
     }
 
-    /// The first `links` checkpoints alone.
+    /// Returns the set of the first `links` checkpoints.
     pub(super) fn truncated(&self, links: usize) -> Self {
         let mut kept = self.clone();
         kept.links.truncate(links);
@@ -304,7 +307,7 @@ impl RowFileSet {
         kept
     }
 
-    /// The checkpoints, the oldest first.
+    /// The checkpoints, oldest first.
     pub(super) fn links(&self) -> &[RowFileLink] {
         &self.links
     }
@@ -313,14 +316,14 @@ impl RowFileSet {
         self.row_bits
     }
 
-    /// How weights are stored.
+    /// Precision of the weights.
     pub(super) fn precision(&self) -> WeightPrecision {
         self.precision
     }
 
-    /// The weights of a row, from the bytes that a file has of them. A file has weights in the served precision or, in a trainer's delta of
-    /// weights that are served in fewer bytes, in float32. No other precision takes as many bytes for a row as float32, so the number of bytes says
-    /// which one it is.
+    /// Decodes a row's weights from its bytes in a file. A file has weights in the served precision or, in a trainer's
+    /// delta of weights that are served in a smaller precision, in float32. The precisions differ from float32 in their
+    /// bytes per row, so the length identifies the precision.
     #[inline]
     pub(super) fn read(&self, row: &[u8], into: &mut [f32]) {
         if row.len() == self.row_bytes {
@@ -330,14 +333,15 @@ impl RowFileSet {
         }
     }
 
-    /// The weights of a row of a trainer's delta, as they would be if the delta had been converted.
+    /// Decodes a row of a trainer's delta and rounds it as a conversion of the delta would.
     #[cold]
     fn read_rounded(&self, row: &[u8], into: &mut [f32]) {
         WeightPrecision::Fp32.load(row, into);
         self.precision.round(into);
     }
 
-    /// Whether all rows of weights, `[n, D]`, can be stored as these files store them. The error is the number of the first that cannot.
+    /// Checks that all rows of weights, `[n, D]`, can be stored in the precision of these files. The error is the index
+    /// of the first that cannot.
     pub(super) fn check_weights(&self, weights: &[f32]) -> Result<(), usize> {
         if self.precision == WeightPrecision::Fp32 {
             return Ok(());
@@ -356,12 +360,12 @@ impl RowFileSet {
         &self.all
     }
 
-    /// The place of a row of a file.
+    /// Location of a row of a file.
     pub(super) fn location(&self, file: usize, row: usize) -> RowFileLocation {
         RowFileLocation((file as u32) << self.row_bits | row as u32)
     }
 
-    /// The file of a place, its number, and the row in it; `None` where a place is none, or was damaged.
+    /// Returns the file of a location, its number, and the row in it; `None` if the location is none or invalid.
     #[inline]
     pub(super) fn find(&self, place: RowFileLocation) -> Option<(&RowFile, usize, usize)> {
         let number = (place.0 >> self.row_bits) as usize;
@@ -370,7 +374,7 @@ impl RowFileSet {
         (row < file.rows).then_some((&**file, number, row))
     }
 
-    /// Where the row of a place lies; [`Spot::NONE`] where a place is none, or was damaged.
+    /// Returns a pointer to the row at a location; [`RowFilePointer::NONE`] if the location is none or invalid.
     #[inline(always)]
     #[allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
     pub(super) fn pointer(&self, place: RowFileLocation) -> RowFilePointer {
@@ -384,18 +388,19 @@ impl RowFileSet {
         }
     }
 
-    /// Whether the weights of all rows are served in float32.
+    /// True if the weights of all rows are served in float32.
     pub(super) fn are_float32(&self) -> bool {
         self.precision == WeightPrecision::Fp32
     }
 
-    /// Whether [`Files::resident_files`] has found all files near in this generation. That holds until it ends, and to ask hundreds of files takes
-    /// longer.
+    /// True if [`Self::resident_files`] has found all files resident in this generation. This remains valid until the
+    /// generation ends, and checking hundreds of files takes longer.
     pub(super) fn are_known_resident(&self, generation: usize) -> bool {
         self.all_resident_in.load(Ordering::Relaxed) == generation.wrapping_add(1)
     }
 
-    /// Of each file, whether the pages of all its weights were seen in memory in this generation; `None` where those of all files were.
+    /// For each file, true if the pages of all its weights were seen in memory in this generation; `None` if this holds
+    /// for all files.
     pub(super) fn resident_files(&self, generation: usize) -> Option<Vec<bool>> {
         if self.are_known_resident(generation) {
             return None;
@@ -408,7 +413,8 @@ impl RowFileSet {
         Some(which)
     }
 
-    /// Whether the pages of a row were seen in memory in this generation. It may say no where [`RowFile::is_near`] knows better.
+    /// True if the pages of a row were seen in memory in this generation. May be false for a row for which
+    /// [`RowFile::is_resident`] is true.
     #[inline]
     pub(super) fn is_resident(&self, spot: &RowFilePointer, generation: usize) -> bool {
         let view = &self.views[spot.file as usize];
@@ -419,30 +425,31 @@ impl RowFileSet {
         let start = spot.weights.addr() - view.start.addr();
         let is_seen = |byte: usize| {
             let page = byte >> PAGE_BITS;
-            // SAFETY: the words have a bit for each page of the file, in which these bytes lie: `RowFile::open` checked the columns.
+            // SAFETY: the bitmap has a bit for each page of the file, which contains these bytes: `RowFile::open`
+            // checked the columns.
             let word = unsafe { (*seen.add(page / 64)).load(Ordering::Relaxed) };
             word >> (page % 64) & 1 != 0
         };
-        // A row of more than two pages has others between, which the longer way looks at.
+        // A row of more than two pages has pages in between, which only the slower check covers.
         let bytes = spot.bytes as usize;
         (bytes <= 1 << PAGE_BITS) & is_seen(start) & is_seen(start + bytes - 1)
     }
 
-    /// The bytes of the weights at a spot that is not none.
+    /// Bytes of the weights at a pointer, which must not be `NONE`.
     #[inline]
     pub(super) fn row_at(&self, spot: &RowFilePointer) -> &[u8] {
         assert!(!spot.is_none() && (spot.file as usize) < self.views.len(), "a row of these files");
-        // SAFETY: the spot came from a view of one of these files, which are held as long as `self`, with a row that the file has.
-        // `RowFile::open` checked that the columns of all rows lie in the mapping.
+        // SAFETY: the pointer came from a view of one of these files, which live as long as `self`, with a row of the
+        // file. `RowFile::open` checked that the columns of all rows are within the mapping.
         unsafe { std::slice::from_raw_parts(spot.weights, spot.bytes as usize) }
     }
 
-    /// The number of the first file of a checkpoint.
+    /// Number of the first file of a checkpoint.
     pub(super) fn first_file_of(&self, link: usize) -> usize {
         link.checked_sub(1).map_or(0, |before| self.links[before].files_end)
     }
 
-    /// The number of the checkpoint that a file belongs to, from 0 for the oldest.
+    /// Index of the checkpoint that a file belongs to, 0 for the oldest.
     pub(super) fn link_of(&self, file: usize) -> usize {
         self.links.partition_point(|link| link.files_end <= file)
     }

@@ -1,4 +1,4 @@
-//! A thread that looks for newer checkpoints.
+//! A thread that polls for newer checkpoints.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
@@ -10,21 +10,22 @@ use crate::error::{Error, Kind, Result};
 use crate::process::lower_priority;
 use crate::sync::lock;
 
-/// The most looks that are left out after a failed one.
+/// Maximum number of polls skipped after a failed one.
 const MAX_SKIPPED_POLLS: u32 = 15;
 
-/// Leaves looks out that would find what could not be served when it was looked at last. Each look reads and verifies it anew.
+/// Skips polls that would find the same checkpoint that could not be served before. Each poll reads and verifies it
+/// again.
 #[derive(Debug, Default)]
 struct PollBackoff {
     failed: Option<NewestCheckpoints>,
-    /// How many looks are left out after a failed one: 1, 3, 7 and so on.
+    /// Number of polls skipped after a failed one: 1, 3, 7 and so on.
     skips_after_failure: u32,
-    /// How many are still to be left out.
+    /// Number of polls still to skip.
     remaining_skips: u32,
 }
 
 impl PollBackoff {
-    /// Whether to look now, where this is the newest.
+    /// True if a poll is due, given the latest checkpoints.
     fn is_due(&mut self, newest: Option<NewestCheckpoints>) -> bool {
         if newest.is_none() || newest != self.failed {
             return true;
@@ -34,7 +35,7 @@ impl PollBackoff {
         is_due
     }
 
-    /// A look at this is over.
+    /// Records the result of a poll.
     fn record(&mut self, newest: Option<NewestCheckpoints>, has_failed: bool) {
         let again = has_failed && newest == self.failed;
         self.failed = newest.filter(|_| has_failed);
@@ -49,7 +50,7 @@ struct FollowerStop {
     changed: Condvar,
 }
 
-/// Looks for newer checkpoints until it is stopped or dropped.
+/// Polls for newer checkpoints until it is stopped or dropped.
 #[derive(Debug)]
 pub struct ServingFollower {
     stop: Arc<FollowerStop>,
@@ -58,10 +59,10 @@ pub struct ServingFollower {
 }
 
 impl TableServer {
-    /// Look for a newer checkpoint every so often, on a thread of its own. Looks that fail are counted and logged, and repeated: ever more
-    /// seldom, down to every sixteenth time, for as long as the newest checkpoint is the same.
+    /// Polls for a newer checkpoint at intervals of `every`, on its own thread. Failed polls are counted, logged and
+    /// repeated: with increasing intervals, up to every sixteenth time, while the latest checkpoint stays the same.
     ///
-    /// Errors: `Config` where the time is 0; `Storage` where the system has no room for a thread.
+    /// Errors: `Config` if the interval is 0; `Storage` if the OS cannot start a thread.
     pub fn follow(self: &Arc<Self>, every: Duration) -> Result<ServingFollower> {
         if every.is_zero() {
             return Err(Error::new(
@@ -78,7 +79,7 @@ impl TableServer {
 }
 
 fn run(stop: &FollowerStop, serving: &Weak<TableServer>, every: Duration) {
-    // Requests come first.
+    // Requests have priority.
     lower_priority();
     let mut back_off = PollBackoff::default();
     let mut asked = lock(&stop.is_requested);
@@ -96,14 +97,16 @@ fn run(stop: &FollowerStop, serving: &Weak<TableServer>, every: Duration) {
     }
 }
 
-/// Look once, unless this look is left out. A failed look is counted and logged where it fails, and the next one may succeed.
+/// Polls once, unless this poll is skipped. A failed poll is counted and logged where it fails, and the next one may
+/// succeed.
 fn poll_once(stop: &FollowerStop, serving: &TableServer, back_off: &mut PollBackoff) {
     let mut wait = || {
         let ended = || Error::new(Kind::State, "the follower was ended");
         if *lock(&stop.is_requested) { Err(ended()) } else { Ok(()) }
     };
     let mut newest = None;
-    // What a panic interrupts was not served yet. Without this the thread would end, and what is served would grow old in silence.
+    // A version interrupted by a panic is not served yet. Without catching the panic the thread would stop, and the
+    // served version would silently become stale.
     let has_failed = catch_unwind(AssertUnwindSafe(|| {
         newest = serving.newest();
         back_off.is_due(newest).then(|| serving.poll_while(&mut wait).is_err())
@@ -119,10 +122,10 @@ fn poll_once(stop: &FollowerStop, serving: &TableServer, back_off: &mut PollBack
 }
 
 impl ServingFollower {
-    /// End the thread. An index that it makes, or waits for, is given up.
+    /// Stops the thread. Cancels building an index or waiting for one.
     pub fn stop(&mut self) {
         let thread = self.thread.take();
-        // A forked process has no such thread, and nobody may be left there to give the lock up.
+        // A forked process has no such thread, and no thread may exist there to release the lock.
         if self.process != std::process::id() {
             std::mem::forget(thread);
             return;
@@ -152,7 +155,7 @@ mod tests {
         NewestCheckpoints { followed: name(followed), served: Some(name(served)) }
     }
 
-    /// Which of the next looks are made where the newest checkpoint cannot be served.
+    /// Indexes of the polls that are made while the latest checkpoint cannot be served.
     fn looks(back_off: &mut PollBackoff, newest: Option<NewestCheckpoints>, times: usize) -> Vec<usize> {
         let mut looked = Vec::new();
         for time in 0..times {
@@ -169,7 +172,7 @@ mod tests {
         let mut back_off = PollBackoff::default();
         assert_eq!(looks(&mut back_off, Some(newest(1, 1)), 60), [0, 2, 6, 14, 30, 46]);
         assert_eq!(looks(&mut back_off, Some(newest(2, 1)), 10), [0, 2, 6]);
-        // What was converted meanwhile may be what the trainer's checkpoint lacked.
+        // A new converted checkpoint may make the trainer's checkpoint servable.
         assert_eq!(looks(&mut back_off, Some(newest(2, 2)), 4), [0, 2]);
         // The directory cannot be read, which takes no time.
         assert_eq!(looks(&mut back_off, None, 4), [0, 1, 2, 3]);

@@ -1,4 +1,4 @@
-//! The lookup of many ids: where their rows are, and the rows.
+//! Lookups of many ids: finds their rows and copies them.
 
 #![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
 
@@ -11,20 +11,20 @@ use crate::error::Result;
 use crate::simd::{InstructionSet, SimdJob};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Ids whose places are looked up together.
+/// Number of ids looked up together in the index.
 const IDS_AT_ONCE: usize = 4096;
-/// Rows that are asked for together, and then copied.
+/// Number of rows prefetched together, and then copied.
 const BLOCK: usize = 64;
-/// Bytes that a processor loads at a time.
+/// Size of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// The row of an id whose pages were not seen in memory lately.
+/// The row of an id whose pages were not recently seen in memory.
 pub(super) struct ColdRow {
     position: usize,
     place: RowFileLocation,
 }
 
-/// Says whether the system has taken pages back since a lookup began. Of a short one that is not asked.
+/// Detects that the OS has reclaimed pages since the start of a lookup. Not measured for short lookups.
 enum PageFaultProbe {
     Unmeasured,
     Baseline(u64),
@@ -44,7 +44,7 @@ impl PageFaultProbe {
     }
 }
 
-/// Copies the float32 rows of places, of positions from `first` on, all of which are near.
+/// Copies the float32 rows at locations, for positions starting at `first`. All of them are resident.
 struct CopyRowsJob<'a, 'b, O, N> {
     gather: &'a ServeLookup<'a>,
     first: usize,
@@ -72,27 +72,27 @@ impl<O: RowOutput, N: FnMut(usize, bool)> SimdJob for CopyRowsJob<'_, '_, O, N> 
     }
 }
 
-/// Looks ids up in one version of a table.
+/// Looks up ids in one version of a table.
 pub(super) struct ServeLookup<'a> {
     files: &'a RowFileSet,
     index: &'a ServeIndex,
     overlay: &'a DeltaOverlay,
-    /// Columns of a row.
+    /// Width of a row.
     dim: usize,
-    /// The generation of pages.
+    /// Page generation.
     generation: usize,
-    /// Whether the rows of all files may be read at once.
+    /// True if the rows of all files may be read immediately.
     all_resident: bool,
-    /// Of each file, whether all its rows may be read at once. Empty where nothing is known, or all may.
+    /// For each file, true if all its rows may be read immediately. Empty if nothing is known, or all may.
     resident_files: Vec<bool>,
-    /// Whether rows are held against rules of eviction.
+    /// True if rows are matched against eviction rules.
     has_rules: bool,
-    /// Whether these look at weights.
+    /// True if these rules evaluate weights.
     needs_weights: bool,
 }
 
 impl<'a> ServeLookup<'a> {
-    /// For a lookup of so many ids.
+    /// Creates a lookup of `ids` ids.
     pub(super) fn new(
         files: &'a RowFileSet,
         (index, overlay): (&'a ServeIndex, &'a DeltaOverlay),
@@ -101,7 +101,7 @@ impl<'a> ServeLookup<'a> {
         ids: usize,
     ) -> Self {
         let (rules, needs_weights) = (overlay.has_rules(), overlay.needs_weights());
-        // Few ids are looked at one by one, and so are all where rules look at more than weights.
+        // Pages are checked per row for few ids, and if rules evaluate more than weights.
         let is_asked = !rules && (ids >= files.all().len() || files.are_known_resident(generation));
         let which = if is_asked { files.resident_files(generation) } else { Some(Vec::new()) };
         let (all_near, near_files) = (which.is_none(), which.unwrap_or_default());
@@ -118,7 +118,8 @@ impl<'a> ServeLookup<'a> {
         }
     }
 
-    /// Write the row of each id to `answer`. Returns the rows whose pages are not surely in memory, which were not written.
+    /// Writes the row of each id to `answer`. Returns the rows whose pages may not be in memory, which were not
+    /// written.
     pub(super) fn write_resident_rows<O: RowOutput, N: FnMut(usize, bool)>(
         &self,
         ids: &[Id],
@@ -134,7 +135,7 @@ impl<'a> ServeLookup<'a> {
             if !self.overlay.is_empty() {
                 self.overlay.apply(ids, slots);
             }
-            // The system took pages back that were taken to be near. The others that are gone are better asked for together.
+            // The OS reclaimed pages that were assumed resident. Other missing pages are better prefetched together.
             if faults.has_increased() {
                 self.defer_rows(first, slots, &mut far, answer);
             } else if is_plain {
@@ -146,7 +147,7 @@ impl<'a> ServeLookup<'a> {
         far
     }
 
-    /// Leave the rows of places for later, for which the system is asked, and say at once where there is none.
+    /// Defers the rows at locations and prefetches their pages; reports missing ids immediately.
     fn defer_rows<O: RowOutput, N: FnMut(usize, bool)>(
         &self,
         first: usize,
@@ -165,7 +166,7 @@ impl<'a> ServeLookup<'a> {
         }
     }
 
-    /// Write the rows of places that are near, of positions from `first` on, and add the others to `far`.
+    /// Writes the resident rows at locations, for positions starting at `first`, and adds the others to `far`.
     fn gather<O: RowOutput, N: FnMut(usize, bool)>(
         &self,
         first: usize,
@@ -173,7 +174,7 @@ impl<'a> ServeLookup<'a> {
         far: &mut Vec<ColdRow>,
         answer: &mut LookupWriter<'_, O, N>,
     ) {
-        // The disk reads the rows that are far while those that are near are written.
+        // The disk reads the cold rows while the resident ones are written.
         let which_are_far = self.prefetch_cold_rows(first, slots, far);
         let mut spots = [RowFilePointer::NONE; BLOCK];
         for (number, (block, far)) in slots.chunks(BLOCK).zip(which_are_far).enumerate() {
@@ -193,8 +194,8 @@ impl<'a> ServeLookup<'a> {
         }
     }
 
-    /// Add the rows of places that are far, of positions from `first` on, to `far`, and have the system begin to read what they need. Returns
-    /// a bit for each place, in a word for each block, which says whether it is far.
+    /// Adds the cold rows at locations, for positions starting at `first`, to `far`, and prefetches their pages.
+    /// Returns a word per block, with a bit per location that is set if the row is cold.
     fn prefetch_cold_rows(&self, first: usize, slots: &[CacheSlot], far: &mut Vec<ColdRow>) -> Vec<u64> {
         let of_block = |(number, block): (usize, &[CacheSlot])| {
             let mut which = 0;
@@ -211,7 +212,7 @@ impl<'a> ServeLookup<'a> {
         slots.chunks(BLOCK).enumerate().map(of_block).collect()
     }
 
-    /// Have the system begin to read what a lookup of the row of a place reads.
+    /// Prefetches the pages that a lookup of the row at a location reads.
     #[cold]
     fn prefetch_row_pages(&self, place: RowFileLocation) {
         if let Some((file, _, row)) = self.files.find(place) {
@@ -219,8 +220,9 @@ impl<'a> ServeLookup<'a> {
         }
     }
 
-    /// Find where the rows of some places lie, and start to load them into the processor's cache. The loop does nothing else: a processor looks
-    /// some hundred instructions ahead, and finds the more pages at once the fewer there are for each row.
+    /// Finds the addresses of the rows at some locations, and prefetches them into the CPU cache. The loop does nothing
+    /// else: a CPU looks a few hundred instructions ahead, and overlaps more page walks the fewer instructions there
+    /// are per row.
     #[inline(always)]
     fn prefetch_rows(&self, slots: &[CacheSlot], spots: &mut [RowFilePointer; BLOCK]) {
         let row_bytes = self.files.row_bytes();
@@ -230,26 +232,28 @@ impl<'a> ServeLookup<'a> {
                 spot.prefetch(offset);
             }
         }
-        // Columns start at lines of the cache, and so does each row that is whole lines long. Another one may end in a line of its own.
+        // Columns start at cache lines, and so does each row if a row is whole lines. Otherwise a row may end in one
+        // more line.
         if !row_bytes.is_multiple_of(LINE_BYTES) {
             spots[..slots.len()].iter().for_each(|spot| spot.prefetch(row_bytes - 1));
         }
     }
 
-    /// Whether a row may be read at once: there are no rules to hold it against, and its pages were seen in memory lately.
+    /// True if a row may be read immediately: there are no rules to evaluate, and its pages were recently seen in
+    /// memory.
     #[inline]
     fn is_pointer_resident(&self, spot: &RowFilePointer) -> bool {
         let all = self.all_resident || self.resident_files.get(spot.file as usize).is_some_and(|all| *all);
         all || !self.has_rules && self.files.is_resident(spot, self.generation)
     }
 
-    /// Whether all that a place needs was seen in memory lately.
+    /// True if everything that a location needs was recently seen in memory.
     fn is_resident(&self, place: RowFileLocation) -> bool {
         let found = self.files.find(place);
         found.is_none_or(|(file, _, row)| file.is_resident(row, self.has_rules, self.generation))
     }
 
-    /// The bytes of the row of a place, unless a rule of eviction took it. What this needs is in memory.
+    /// Bytes of the row at a location, unless it is expired. The pages that this reads are in memory.
     fn live_row(&self, place: RowFileLocation) -> Option<&'a [u8]> {
         let (file, number, row) = self.files.find(place)?;
         let bytes = file.weights(row);
@@ -263,7 +267,7 @@ impl<'a> ServeLookup<'a> {
         (!self.has_rules || !is_dead()).then_some(bytes)
     }
 
-    /// Write the rows that [`Gather::write_resident_rows`] left, for all of which the system was asked.
+    /// Writes the rows that [`Self::write_resident_rows`] deferred, all of which were prefetched.
     #[cold]
     pub(super) fn write_cold_rows<O: RowOutput, N: FnMut(usize, bool)>(
         &self,
@@ -279,7 +283,7 @@ impl<'a> ServeLookup<'a> {
         Ok(())
     }
 
-    /// Wait until all that a lookup of a row reads is in memory.
+    /// Waits until everything that a lookup of a row reads is in memory.
     fn load_row_pages(&self, file: &RowFile, row: usize) -> Result<()> {
         file.ranges(row, self.has_rules).try_for_each(|range| {
             if !file.pages.are_resident(range.start, range.len(), self.generation) {

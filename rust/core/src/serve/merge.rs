@@ -1,4 +1,4 @@
-//! Merges the changes of deltas into a new index, on a thread of its own: lookups, and looks for newer checkpoints, go on meanwhile.
+//! Merges the changes of deltas into a new index on a background thread, while lookups and polls continue.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -11,13 +11,13 @@ use crate::checkpoint::WaitCallback;
 use crate::error::{Error, Kind, Result};
 use crate::process::lower_priority;
 
-/// Makes indexes that cover all of a version.
+/// Builds indexes that cover an entire version.
 #[derive(Clone, Debug)]
 pub(super) struct IndexMerger {
     source: ServingSource,
-    /// Bytes that an index may take of this process's own memory. `None`: any number.
+    /// Maximum bytes of an index in this process's own memory; `None` for no limit.
     host_bytes: Option<u64>,
-    /// Whether a thread is at work.
+    /// True while a merge thread runs.
     is_busy: Arc<AtomicBool>,
 }
 
@@ -26,21 +26,24 @@ impl IndexMerger {
         Self { source, host_bytes, is_busy: Arc::new(AtomicBool::new(false)) }
     }
 
-    /// The same version with indexes of all its checkpoints, and so without overlays. `wait` is called now and then, and its error ends the work.
+    /// Returns the same version with indexes of all its checkpoints, and so without overlays. `wait` is called
+    /// repeatedly; an error from it aborts the work.
     pub(super) fn merge(&self, version: &ServedVersion, wait: &mut WaitCallback<'_>) -> Result<ServedVersion> {
         self.adopt(version, &self.make_indexes(version, wait)?)
     }
 
-    /// Make indexes of all checkpoints of a version.
+    /// Builds indexes of all checkpoints of a version.
     fn make_indexes(&self, version: &ServedVersion, wait: &mut WaitCallback<'_>) -> Result<ChainIndexes> {
         let links = self.source.links_of(version)?;
         let files: Vec<_> = version.tables.iter().map(|table| table.files.clone()).collect();
-        // In a trainer's directory nothing is written, and the index beside the served checkpoint is of that alone.
+        // Nothing is written to a trainer's directory, and the index file of the served checkpoint covers only that
+        // checkpoint.
         let writable = self.source.writable.as_ref().filter(|_| links.are_all_served());
         Ok(load_or_build_indexes(&links.opened()?, &files, (writable, self.host_bytes), wait)?.0)
     }
 
-    /// A version with indexes of it, or of a checkpoint that it builds on: its overlays have the deltas after that alone.
+    /// Returns a version with indexes of it, or of one of its base checkpoints: its overlays then contain only the
+    /// later deltas.
     pub(super) fn adopt(&self, version: &ServedVersion, indexed: &ChainIndexes) -> Result<ServedVersion> {
         if indexed.links == version.links.len() {
             return with_indexes(version, indexed, &[]);
@@ -48,8 +51,8 @@ impl IndexMerger {
         with_indexes(version, indexed, &self.source.links_of(version)?.opened()?)
     }
 
-    /// Begin to merge the overlays of a version that is served, where one of them is large and no thread is at work. What comes of it is handed
-    /// to the server, if it is still there.
+    /// Starts to merge the overlays of a served version, if one of them is large and no merge is running. The result is
+    /// passed to the server, if it still exists.
     pub(super) fn begin(&self, version: &Arc<ServedVersion>, server: Weak<dyn IndexConsumer>) {
         let is_needed = version.tables.iter().any(|table| has_large_overlay(table));
         if !is_needed || self.is_busy.swap(true, Ordering::AcqRel) {
@@ -59,7 +62,7 @@ impl IndexMerger {
         let (merger, version) = (self.clone(), Arc::clone(version));
         let work = move || {
             let _busy = busy;
-            // Requests come first.
+            // Requests have priority.
             lower_priority();
             let mut wait = || {
                 let left = || Error::new(Kind::State, "nobody serves it any more");
@@ -67,7 +70,7 @@ impl IndexMerger {
             };
             let indexed = merger.make_indexes(&version, &mut wait);
             let Some(server) = server.upgrade() else { return };
-            // Without the index it is served as well, with more memory.
+            // Without the index the version is still served, using more memory.
             if let Err(error) = indexed.and_then(|indexed| server.install_indexes(&version, &indexed)) {
                 tracing::warn!("the changes since the index of {} are not merged: {error}", version.name());
             }
@@ -78,13 +81,13 @@ impl IndexMerger {
     }
 }
 
-/// A server that is handed what was merged.
+/// A server that receives merged indexes.
 pub(super) trait IndexConsumer: Send + Sync {
-    /// Put indexes that were made of a version into what is served, where it is that version or builds on it.
+    /// Installs indexes built from the version `of`, if the current version is the same or based on it.
     fn install_indexes(&self, of: &ServedVersion, indexed: &ChainIndexes) -> Result<()>;
 }
 
-/// Says that a thread is at work for as long as it lives.
+/// Marks a merge as running while it lives.
 struct MergeBusyGuard(Arc<AtomicBool>);
 
 impl Drop for MergeBusyGuard {

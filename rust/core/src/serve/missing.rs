@@ -1,4 +1,4 @@
-//! What an id without a row reads.
+//! Values read for missing ids.
 
 use crate::checkpoint::TableSpec;
 use crate::config::MissingRead;
@@ -6,7 +6,7 @@ use crate::error::{Error, Kind, Result};
 use crate::rows::RowInitializer;
 use crate::types::Id;
 
-/// What an id without a row of one table reads, with what it takes to write the numbers.
+/// Value read for a missing id of one table, with the data needed to write it.
 #[derive(Clone, Debug)]
 pub(super) enum MissingWeights {
     Value(f32),
@@ -15,7 +15,7 @@ pub(super) enum MissingWeights {
 }
 
 impl MissingWeights {
-    /// What the table's ids read. `None` stands for what training's evaluation reads.
+    /// Returns the configured value. `None` selects the value that evaluation reads during training.
     pub(super) fn of(spec: &TableSpec, configured: Option<MissingRead>) -> Result<Self> {
         let layout = spec.optimizer_kind()?.layout(spec.dim as usize);
         let shared = spec.oov_row.as_ref().map(|row| row.weights(layout).to_vec());
@@ -34,7 +34,7 @@ impl MissingWeights {
         })
     }
 
-    /// Write what an id without a row reads to `weights`, which is `[D]`.
+    /// Writes the value of a missing id to `weights`, which is `[D]`.
     pub(super) fn fill(&self, id: Id, weights: &mut [f32]) {
         match self {
             Self::Value(value) => weights.fill(*value),

@@ -1,18 +1,20 @@
-//! Serving: read-only tables from checkpoints, which follow a trainer's deltas. There is no table of training here: no pins, no optimizer, and
-//! no tiers.
+//! Serving: read-only tables from checkpoints, which can follow a trainer's deltas. They have no pins, no optimizer,
+//! and no tiers.
 //!
-//! Rows are read from the checkpoint's own files, which are mapped, so that all processes of a machine share them. An index of about 17 bytes a
-//! row says where the row of an id lies. It lies in a file beside the checkpoint, which whoever comes first makes.
+//! Rows are read from the checkpoint's own files, which are memory-mapped, so that all processes of a machine share
+//! them. An index of about 17 bytes per row maps ids to locations. It is stored in a file in the checkpoint's
+//! directory, built by the first process that opens it.
 //!
-//! A [`Version`] is what one checkpoint holds: for each table an index, and an *overlay*, which has the changes of the deltas after the index.
-//! Nothing in a version changes. [`Serving::poll`] builds the next one beside and puts it in the place of the current one in one step, so that a
-//! request that holds a version sees one checkpoint in all tables. The files of a version stay mapped as long as somebody holds it, whatever
-//! a trainer removes.
+//! A [`ServedVersion`] is the contents of one checkpoint: for each table an index, and an *overlay* with the changes of
+//! the deltas after the index. A version is immutable. [`TableServer::poll`] builds the next one in the background and
+//! replaces the current one atomically, so that a request that holds a version sees one checkpoint in all tables. The
+//! files of a version stay mapped while it is held, even if a trainer removes them.
 //!
-//! The files, from the bottom up: `pages`, `faults` and `near` know which pages are in memory; `files` maps data files; `index` finds places; `build`
-//! makes an index; `overlay` has what changed since; `missing` says what an id without a row reads; `answer` is what a lookup writes; `gather` and `table` look ids up; `version` and
-//! `opening` open checkpoints; `check` holds an index file against the rows; `source` says which is the next one; `serving` replaces versions, `follow`
-//! does so regularly, and `merge` makes their indexes anew.
+//! The files, from the bottom up: `pages`, `faults` and `near` track the pages in memory; `files` maps data files;
+//! `index` finds locations; `build` builds an index; `overlay` has later changes; `missing` has the values of missing
+//! ids; `answer` is the output of a lookup; `gather` and `table` look up ids; `version` and `opening` open checkpoints;
+//! `check` verifies an index file against the rows; `source` finds the next checkpoint; `serving` replaces versions,
+//! `follow` does so regularly, and `merge` rebuilds their indexes.
 
 mod answer;
 mod build;

@@ -1,4 +1,4 @@
-//! Which generation of pages a table is in: see [`super::pages`].
+//! Page generation of a table. See [`super::pages`].
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use super::faults::major_faults;
 use super::files::RowFileSet;
 
-/// A generation lasts at least this long.
+/// Minimum duration of a generation.
 const GENERATION: Duration = Duration::from_secs(1);
 
-/// The generation of the pages of one table, in all versions of it.
+/// Page generation of one table, shared by all its versions.
 #[derive(Debug)]
 pub(super) struct PageGeneration {
     generation: AtomicUsize,
@@ -26,7 +26,8 @@ impl PageGeneration {
         self.generation.load(Ordering::Relaxed)
     }
 
-    /// Do `work`, which reads pages that are taken to be near, and begin a generation where some had to be read from the disk.
+    /// Runs `work`, which reads pages that are assumed resident, and starts a generation if some had to be read from
+    /// disk.
     pub(super) fn advance_on_faults<T>(&self, files: &RowFileSet, work: impl FnOnce() -> T) -> T {
         let before = major_faults();
         let done = work();
@@ -37,7 +38,8 @@ impl PageGeneration {
     }
 
     fn begin(&self, files: &RowFileSet) {
-        // Somebody else who begins one does so for this thread, too. In a forked process nobody may be left to give the lock up.
+        // If another thread holds the lock, it starts the generation. In a forked process that thread may not exist, so
+        // this does not wait.
         let Ok(mut began) = self.began.try_lock() else { return };
         if began.elapsed() < GENERATION {
             return;

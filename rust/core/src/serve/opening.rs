@@ -1,4 +1,4 @@
-//! Opens a checkpoint for a server: its files, and its index, which is found, waited for, or made.
+//! Opens a checkpoint for serving: its files, and its index, which is loaded, waited for, or built.
 
 use std::time::{Duration, Instant};
 
@@ -15,37 +15,38 @@ use crate::checkpoint::{
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, MappingAccess};
 
-/// An overlay is merged into an index where it has more than one of so many of the index's ids, and more than [`SMALL_OVERLAY`].
+/// An overlay is merged into an index if it has more than one in `OVERLAY_FRACTION` of the index's ids, and more than
+/// [`SMALL_OVERLAY`].
 const OVERLAY_FRACTION: u64 = 4;
-/// Ids of an overlay that is not merged, whatever the index has.
+/// Number of ids up to which an overlay is not merged, for any size of the index.
 const SMALL_OVERLAY: u64 = 1 << 16;
-/// Sweeps against which each row is held in an overlay that is not merged.
+/// Number of sweeps, evaluated for each row, up to which an overlay is not merged.
 const MAX_OVERLAY_SWEEPS: usize = 8;
-/// Bytes of an index for each row, at least.
+/// Lower bound of the bytes of an index per row.
 const INDEX_BYTES_PER_ROW: u64 = 17;
-/// How often a process looks whether another one has made the index that both need.
+/// Interval at which a process checks if another one has built the index that both need.
 pub(super) const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(20);
-/// How often an open begins again because a save removed the checkpoint that `LATEST` named.
+/// Number of attempts to open a checkpoint, repeated if a save removed the checkpoint that `LATEST` named.
 const OPEN_ATTEMPTS: usize = 10;
 
-/// What [`make_index`] did.
+/// Result of [`make_index`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServeIndexReport {
     /// The checkpoint.
     pub checkpoint: CheckpointName,
-    /// Rows of all its tables.
+    /// Number of rows of all its tables.
     pub rows: u64,
     /// Bytes of the lines of all indexes.
     pub bytes: u64,
-    /// Whether the file was there already.
+    /// True if the file existed.
     pub existed: bool,
 }
 
-/// Make the index of a checkpoint beside it, unless it is there: of the newest one, or of the one that `at` names. `wait` is called while the
-/// index is made, or waited for, and its error ends that: nothing was written then.
+/// Builds the index file of a checkpoint, unless it exists: of the latest one, or of the one that `at` names. `wait` is
+/// called while the index is built, or waited for; an error from it aborts this, and nothing is written.
 ///
-/// Errors: those of [`Serving::open`]; `State` where `root` was opened to load from; that of `wait`; `Storage` where the file cannot be
-/// written.
+/// Errors: as [`TableServer::open`](super::TableServer::open); `State` if `root` was opened for loading; errors of
+/// `wait`; `Storage` if the file cannot be written.
 pub fn make_index(
     root: &CheckpointDirectory,
     at: Option<&str>,
@@ -60,7 +61,7 @@ pub fn make_index(
     let was_there = match kept {
         ServeIndexOutcome::Existing => true,
         ServeIndexOutcome::Written => false,
-        // A server would use what it made all the same. Whoever asks for the file alone has nothing.
+        // A server would use the index in memory. A caller that requested only the file has no result.
         ServeIndexOutcome::NotWritten(error) => {
             return Err(error.context(format!("{INDEX_FILE} of checkpoint {name} was not written")));
         }
@@ -73,7 +74,7 @@ pub fn make_index(
     })
 }
 
-/// The directory, where something may be written to it.
+/// Returns the directory if it is writable.
 pub(super) fn writable_directory(root: &CheckpointDirectory) -> Option<CheckpointDirectory> {
     if root.check_to_save().is_ok() {
         return Some(root.clone());
@@ -145,7 +146,7 @@ pub(super) fn open_readers<'a>(links: impl Iterator<Item = &'a OpenCheckpoint>) 
     links.map(OpenedLink::new).collect()
 }
 
-/// Open a version from a chain, whose checkpoints come with the oldest first.
+/// Opens a version from a chain, whose checkpoints are passed oldest first.
 pub(super) fn open_links(
     opened: &[OpenedLink<'_>],
     writable: Option<&CheckpointDirectory>,
@@ -168,8 +169,8 @@ pub(super) fn open_links(
     open_version(opening, opened, files, &indexed, wait)
 }
 
-/// Where that is asked for, read the rows of checkpoints, without slots, and hold them against their checksums. `wait` is called for each file,
-/// and its error ends the work.
+/// If requested, reads the rows of checkpoints, without slots, and verifies their checksums. `wait` is called for each
+/// file; an error from it aborts the work.
 fn verify_rows(opened: &[OpenedLink<'_>], opening: &ServeContext, wait: &mut WaitCallback<'_>) -> Result<()> {
     if !opening.verify {
         return Ok(());
@@ -181,14 +182,14 @@ fn verify_rows(opened: &[OpenedLink<'_>], opening: &ServeContext, wait: &mut Wai
     Ok(())
 }
 
-/// What became of the file of indexes.
+/// State of the index file.
 #[derive(Debug)]
 pub(super) enum ServeIndexOutcome {
-    /// It was there, and its indexes are used.
+    /// It existed, and its indexes are used.
     Existing,
-    /// It was made.
+    /// It was written.
     Written,
-    /// It could not be written, and this is why. The indexes are in this process's own memory.
+    /// It could not be written, with the error. The indexes are in this process's own memory.
     NotWritten(Error),
 }
 
@@ -198,8 +199,8 @@ impl ServeIndexOutcome {
     }
 }
 
-/// The indexes of all of a chain: those of the file beside the newest checkpoint, which is made if it is not there. Where nothing may be written,
-/// they take at most `most` bytes of this process's memory.
+/// Returns the indexes of the entire chain: from the index file of the latest checkpoint, which is built if missing. If
+/// no file may be written, they use at most `most` bytes of this process's memory.
 pub(super) fn load_or_build_indexes(
     opened: &[OpenedLink<'_>],
     files: &[RowFileSet],
@@ -225,7 +226,7 @@ pub(super) fn load_or_build_indexes(
     });
     Ok(match written {
         Ok(shared) => (shared, ServeIndexOutcome::Written),
-        // It serves as well from this process's own memory.
+        // The indexes in this process's own memory can be served as well.
         Err(error) => {
             tracing::warn!("the index of {name} is not shared: {error}");
             (indexed, ServeIndexOutcome::NotWritten(error))
@@ -233,7 +234,7 @@ pub(super) fn load_or_build_indexes(
     })
 }
 
-/// `Capacity` where the indexes of a checkpoint, in this process's own memory, would pass a bound.
+/// Returns `Capacity` if the indexes of a checkpoint, in this process's own memory, would exceed a limit.
 fn check_private_bytes(newest: &OpenCheckpoint, most: Option<u64>) -> Result<()> {
     let tables = &newest.manifest().tables;
     let rows = tables.iter().fold(0_u64, |rows, table| rows.saturating_add(table.total_rows));
@@ -252,7 +253,7 @@ fn check_private_bytes(newest: &OpenCheckpoint, most: Option<u64>) -> Result<()>
     }
 }
 
-/// The indexes of the file in a directory, where it is whole and fits all of the chain.
+/// Reads the index file of a directory; returns its indexes if it is intact and covers the entire chain.
 fn load_matching_indexes(
     directory: &CheckpointDirectory,
     opened: &[OpenedLink<'_>],
@@ -266,7 +267,7 @@ enum IndexLockOutcome {
     Locked(Option<DirLock>),
 }
 
-/// Take what another process made, or hold the directory to make it.
+/// Loads the index that another process built, or locks the directory to build it.
 fn wait_for_lock(
     directory: &CheckpointDirectory,
     take: impl Fn() -> Option<ChainIndexes>,
@@ -279,7 +280,7 @@ fn wait_for_lock(
         }
         match directory.lock() {
             Ok(held) => {
-                // Whoever held it before may have made the file meanwhile.
+                // The previous lock holder may have written the file.
                 return Ok(take().map_or(IndexLockOutcome::Locked(Some(held)), IndexLockOutcome::Ready));
             }
             Err(error) if error.kind() == Kind::InUse => {
@@ -287,13 +288,13 @@ fn wait_for_lock(
                 wait()?;
                 std::thread::sleep(LOCK_RETRY_INTERVAL);
             }
-            // Without a lock several processes may make the file, which is right though not quick.
+            // Without a lock several processes may build the file, which is correct but slower.
             Err(_) => return Ok(IndexLockOutcome::Locked(None)),
         }
     }
 }
 
-/// Whether an overlay is to be merged into an index.
+/// True if an overlay should be merged into an index.
 pub(super) fn has_large_overlay(table: &ServedTable) -> bool {
     let changed = table.overlay.len() as u64;
     let has_many_ids = changed > SMALL_OVERLAY && changed > table.index.len() / OVERLAY_FRACTION;

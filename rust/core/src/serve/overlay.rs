@@ -1,4 +1,4 @@
-//! What the deltas after an index changed: the newest place of each of their ids, and the rules of eviction that were applied since.
+//! Changes of the deltas after an index: the latest location of each of their ids, and their sweeps.
 
 use super::build::check_unique;
 use super::files::{RowFileLocation, RowFileSet};
@@ -9,17 +9,18 @@ use crate::lifecycle::ExpirySweep;
 use crate::rows::RowHeader;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Ids that are looked up together.
+/// Number of ids looked up together.
 const CHUNK: usize = 256;
 
-/// A sweep of a delta. It takes rows of the checkpoints before that delta.
+/// A sweep of a delta. It expires rows of the checkpoints before that delta.
 #[derive(Clone, Debug)]
 struct OverlaySweep {
     link: usize,
     sweep: ExpirySweep,
 }
 
-/// The changes of the deltas after an index, as one map. That of a version is never changed: the next version has a copy with more deltas.
+/// Changes of the deltas after an index, as one map. The overlay of a version is immutable: the next version has a copy
+/// with more deltas.
 #[derive(Debug)]
 pub(super) struct DeltaOverlay {
     places: SlotIndex,
@@ -27,18 +28,18 @@ pub(super) struct DeltaOverlay {
 }
 
 impl DeltaOverlay {
-    /// Of no deltas.
+    /// Creates an overlay without deltas.
     pub(super) fn empty() -> Self {
         Self { places: SlotIndex::unbounded(), sweeps: Vec::new() }
     }
 
-    /// A copy, to which deltas can be added.
+    /// Returns a copy to which deltas can be added.
     pub(super) fn try_clone(&self) -> Result<Self> {
         Ok(Self { places: self.places.copied()?, sweeps: self.sweeps.clone() })
     }
 
-    /// Add a delta, whose files are the last of `files`. Every row and tombstone of the delta is read and verified. With an error the overlay
-    /// has a part of the delta, and is to be dropped.
+    /// Adds a delta, whose files are the last of `files`. Every row and tombstone of the delta is read and verified.
+    /// After an error the overlay contains a part of the delta, and must be dropped.
     pub(super) fn add(&mut self, files: &RowFileSet, reader: &TableReader, sweeps: &[ExpirySweep]) -> Result<()> {
         let places = &mut self.places;
         places.reserve((reader.rows() + reader.tombstones()) as usize)?;
@@ -50,7 +51,7 @@ impl DeltaOverlay {
             }
             Ok(())
         };
-        // An id with both a row and a tombstone in a delta is back.
+        // An id with both a row and a tombstone in a delta was inserted again.
         reader.read_tombstones(&mut |ids| ids.iter().try_for_each(|&id| set(id, RowFileLocation::TOMBSTONE)))?;
         let mut file = files.first_file_of(link);
         reader.read_columns(&mut |rows| {
@@ -68,7 +69,8 @@ impl DeltaOverlay {
         Ok(())
     }
 
-    /// Put the place of each id into `slots` where a delta changed it: [`Place::TOMBSTONE`] of one that left.
+    /// Replaces the location in `slots` of each id that a delta changed: [`RowFileLocation::TOMBSTONE`] for a removed
+    /// id.
     pub(super) fn apply(&self, ids: &[Id], slots: &mut [CacheSlot]) {
         let mut changed: [CacheSlot; CHUNK] = [NO_SLOT; CHUNK];
         for (ids, slots) in ids.chunks(CHUNK).zip(slots.chunks_mut(CHUNK)) {
@@ -80,32 +82,32 @@ impl DeltaOverlay {
         }
     }
 
-    /// Whether a rule looks at the weights of rows.
+    /// True if a rule evaluates the weights of rows.
     pub(super) fn needs_weights(&self) -> bool {
         self.sweeps.iter().any(|each| each.sweep.needs_weights())
     }
 
-    /// Whether a rule of eviction took a row of a checkpoint since. `weights` may be empty where no rule needs them.
+    /// True if a later sweep expired a row of checkpoint `link`. `weights` may be empty if no rule needs them.
     pub(super) fn is_expired(&self, link: usize, header: &RowHeader, weights: &[f32]) -> bool {
         self.sweeps.iter().any(|each| link < each.link && each.sweep.matches(header, weights))
     }
 
-    /// Whether no id was changed.
+    /// True if no id was changed.
     pub(super) fn is_empty(&self) -> bool {
         self.places.is_empty()
     }
 
-    /// Whether there are rules of eviction to hold rows against.
+    /// True if there are sweeps to match rows against.
     pub(super) fn has_rules(&self) -> bool {
         !self.sweeps.is_empty()
     }
 
-    /// How many sweeps rows are held against.
+    /// Number of sweeps that rows are matched against.
     pub(super) fn sweeps(&self) -> usize {
         self.sweeps.len()
     }
 
-    /// How many ids were changed.
+    /// Number of changed ids.
     pub(super) fn len(&self) -> usize {
         self.places.len()
     }
@@ -116,7 +118,7 @@ impl DeltaOverlay {
     }
 }
 
-/// The row of an id in a delta is beyond what the served weights are stored in.
+/// Returns the error for a row of a delta that exceeds the range of the served precision.
 fn precision_error(files: &RowFileSet, id: Id) -> Error {
     let name = &files.links()[files.links().len() - 1].name;
     let precision = files.precision().name();

@@ -1,29 +1,30 @@
-//! Which pages of a mapped file were in memory when they were looked at last.
+//! Tracks the pages of a mapped file that were recently seen in memory.
 //!
-//! Touching a page that is not in memory reads it from the disk, and the next one only after that. So a lookup first finds the pages that
-//! it cannot be sure of and asks for all of them together. A page that was seen in memory is taken to be there for two *generations*. A
-//! generation ends when pages had to be read although they were taken to be there: then the system takes pages back, and those that
-//! nobody used lately may be gone.
+//! Touching a page that is not in memory reads it from disk, one page after the other. So a lookup first finds the
+//! pages that may not be resident and prefetches all of them together. A page that was seen in memory is assumed
+//! resident for two *generations*. A generation ends when pages had to be read although they were assumed resident: the
+//! OS then reclaims pages, and those that were not used recently may be gone.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Bytes of a page for this bookkeeping. The system's pages may be larger.
+/// Log2 of the page size used for this bookkeeping. The OS may use larger pages.
 pub(super) const PAGE_BITS: u32 = 12;
 
-/// One bit a page in each of two generations.
+/// One bit per page in each of two generations.
 #[derive(Debug)]
 pub(super) struct ResidentPages {
     seen: [Box<[AtomicU64]>; 2],
     /// The pages of all weights.
     weights: Range<usize>,
-    /// Whether all of these were seen.
+    /// True if all of these were seen.
     all_weights: [AtomicBool; 2],
     always_resident: bool,
 }
 
 impl ResidentPages {
-    /// Of a file of so many bytes, which has weights at the bytes of a range. With `always_resident` its bytes cannot leave memory.
+    /// Creates the bitmaps of a file of `bytes` bytes with weights in the range `weights`. With `always_resident` its
+    /// bytes cannot leave memory.
     pub(super) fn new(bytes: usize, weights: &Range<usize>, always_resident: bool) -> Self {
         let words = if always_resident { 0 } else { (bytes >> PAGE_BITS) / 64 + 1 };
         let zeros = || (0..words).map(|_| AtomicU64::new(0)).collect();
@@ -31,17 +32,17 @@ impl ResidentPages {
         Self { seen: [zeros(), zeros()], weights, all_weights: [false.into(), false.into()], always_resident }
     }
 
-    /// The words of both generations, a bit for each page of the file; null where all pages are always near.
+    /// The bitmaps of both generations, with a bit per page of the file; null if all pages are always resident.
     pub(super) fn words(&self) -> [*const AtomicU64; 2] {
         if self.always_resident { [std::ptr::null(); 2] } else { [self.seen[0].as_ptr(), self.seen[1].as_ptr()] }
     }
 
-    /// Whether the pages of all weights were seen in this generation.
+    /// True if the pages of all weights were seen in this generation.
     pub(super) fn have_all_weights(&self, generation: usize) -> bool {
         self.always_resident || self.all_weights[generation & 1].load(Ordering::Relaxed)
     }
 
-    /// Whether the pages of a range that is no longer than a row were seen lately.
+    /// True if the pages of a range that is no longer than a row were recently seen.
     #[inline]
     pub(super) fn are_resident(&self, start: usize, bytes: usize, generation: usize) -> bool {
         let (first, last) = (start >> PAGE_BITS, (start + bytes.max(1) - 1) >> PAGE_BITS);
@@ -80,7 +81,7 @@ impl ResidentPages {
         below(self.weights.end) & !below(self.weights.start)
     }
 
-    /// The pages of a range are in memory.
+    /// Records that the pages of a range are in memory.
     pub(super) fn mark_resident(&self, start: usize, bytes: usize, generation: usize) {
         if self.always_resident {
             return;
@@ -90,7 +91,7 @@ impl ResidentPages {
         }
     }
 
-    /// Begin `generation`: forget the pages that were seen in the one before the last.
+    /// Starts `generation`: clears the pages of the generation before the previous one.
     pub(super) fn begin_generation(&self, generation: usize) {
         self.seen[generation & 1].iter().for_each(|word| word.store(0, Ordering::Relaxed));
         self.all_weights[generation & 1].store(false, Ordering::Relaxed);

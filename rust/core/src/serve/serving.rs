@@ -1,4 +1,4 @@
-//! A server's tables: which version is current, and how the next one takes its place.
+//! A server's tables: the current version, and its replacement by newer ones.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
@@ -17,44 +17,46 @@ use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
 
-/// How tables are served.
+/// Options of a table server.
 #[derive(Clone, Debug, Default)]
 pub struct ServeOptions {
-    /// The checkpoint to serve: its name, or the digits of its number. It is not followed then. `None`: the newest one.
+    /// The checkpoint to serve, by name or by the digits of its sequence number; newer ones are then ignored. `None`:
+    /// the latest one.
     pub at: Option<String>,
-    /// Bytes that indexes and overlays may take of this process's own memory. `None`: any number.
+    /// Maximum bytes of indexes and overlays in this process's own memory; `None` for no limit.
     pub host_bytes: Option<u64>,
-    /// How long ago the checkpoint that is served may have been published.
+    /// Maximum time since the served checkpoint was published.
     pub max_staleness: Option<Duration>,
-    /// Whether [`Serving::pin`] refuses a version that is older than that.
+    /// If true, [`TableServer::pin`] returns an error for a version that is older than that.
     pub raise_when_stale: bool,
-    /// The trainer's directory, where it is another one than that which is served: its deltas after what the served checkpoint was made from are
-    /// changes of it, and are rounded to the precision of the served weights. Nothing is written there.
+    /// The trainer's directory, if it is not the served one. Its deltas based on the checkpoint from which the served
+    /// one was made are applied, rounded to the precision of the served weights. Nothing is written there.
     pub source: Option<CheckpointDirectory>,
-    /// What an id without a row reads. `None`: what it reads in training's evaluation.
+    /// Value read for a missing id. `None`: the value that evaluation reads during training.
     pub missing: Option<MissingRead>,
-    /// Whether the weights of all rows are read into memory before a checkpoint is served, in huge pages where the system has them.
+    /// If true, the weights of all rows are read into memory before a checkpoint is served, in huge pages if the OS has
+    /// them.
     pub preload: bool,
-    /// Whether all rows are read and held against their checksums before a checkpoint is served. Without it that is done where an index is made,
-    /// and for deltas that the index does not cover.
+    /// If true, all rows are read and verified against their checksums before a checkpoint is served. Otherwise they
+    /// are verified when an index is built, as are deltas that the index does not cover.
     pub verify: bool,
 }
 
-/// What a look for a newer checkpoint found.
+/// Result of polling for a newer checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PollOutcome {
-    /// What is served is the newest.
+    /// The latest checkpoint is already served.
     UpToDate,
-    /// This checkpoint is served from now on.
+    /// This newer checkpoint is served after the call.
     Newer(CheckpointName),
 }
 
-/// The newest checkpoints of the directories of a server.
+/// The latest checkpoints of a server's directories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NewestCheckpoints {
-    /// That of the directory that is followed.
+    /// In the followed directory.
     pub(super) followed: CheckpointName,
-    /// That of the directory that is served, which may be the same. `None` where it cannot be told.
+    /// In the served directory, which may be the same. `None` if it cannot be read.
     pub(super) served: Option<CheckpointName>,
 }
 
@@ -62,7 +64,7 @@ pub(super) struct NewestCheckpoints {
 struct ServingState {
     /// The version before the current one.
     previous: Option<Arc<ServedVersion>>,
-    /// The checkpoint that was rolled back from. It is not served again by itself.
+    /// The checkpoint that was rolled back. A poll does not serve it again.
     rolled_back_from: Option<CheckpointName>,
     last_error: Option<String>,
 }
@@ -74,29 +76,33 @@ pub struct TableServer {
     options: ServeOptions,
     opening: ServeContext,
     merger: IndexMerger,
-    /// This server, for threads that do not keep it.
+    /// This server, for threads that do not keep it alive.
     weak_self: Weak<Self>,
     current: ArcSwap<ServedVersion>,
     state: Mutex<ServingState>,
-    /// Held by whoever looks for a newer version.
+    /// Held while polling for a newer version.
     polling: Mutex<()>,
     polls: PollCounts,
-    /// The process that opened it. One that was forked from it looks up rows, and nothing more: a lock may be held by a thread that it lacks.
+    /// The process that opened it. A forked process can only look up rows: a lock may be held by a thread that it
+    /// lacks.
     process: u32,
 }
 
 impl TableServer {
-    /// Open a checkpoint of a directory. Where it has no index, one is made, and written beside it if that is allowed.
+    /// Opens a checkpoint of a directory. If it has no index, one is built, and written to the checkpoint's directory
+    /// if that is allowed.
     ///
-    /// Errors: `Path` where there is no checkpoint; `Mismatch` where it is linked to an SSD tier; `Corruption`, `Storage`; `Capacity` where
-    /// indexes take more of this process's memory than `host_bytes`, or the data files most of the mappings that the system allows a process.
+    /// Errors: `Path` if there is no checkpoint; `Mismatch` if it is a linked one; `Corruption`, `Storage`; `Capacity`
+    /// if indexes use more of this process's memory than `host_bytes`, or the data files most of the mappings that the
+    /// OS allows per process.
     pub fn open(root: CheckpointDirectory, options: ServeOptions) -> Result<Arc<Self>> {
         Self::open_while(root, options, &mut || Ok(()))
     }
 
-    /// Does what [`Serving::open`] does. `wait` is called while an index is made, or waited for, and while rows are read. Its error ends that.
+    /// Like [`Self::open`]. `wait` is called while an index is built, or waited for, and while rows are read. An error
+    /// from it aborts this.
     ///
-    /// Errors: those of [`Serving::open`], and that of `wait`.
+    /// Errors: as [`Self::open`], and errors of `wait`.
     pub fn open_while(
         root: CheckpointDirectory,
         options: ServeOptions,
@@ -132,7 +138,7 @@ impl TableServer {
             process: std::process::id(),
         });
         if serving.options.source.is_some() {
-            // Where the trainer's checkpoints cannot be served, that is counted and logged, and this one serves.
+            // If the trainer's checkpoints cannot be served, this is counted and logged, and this checkpoint is served.
             let mut ended = Ok(());
             let _ = serving.poll_while(&mut || {
                 ended = wait();
@@ -143,9 +149,9 @@ impl TableServer {
         Ok(serving)
     }
 
-    /// The current version. It stays as it is for as long as it is held.
+    /// Returns the current version, which is immutable and stays readable while it is held.
     ///
-    /// Errors: `Stale` where it was published too long ago and the options say to refuse it then.
+    /// Errors: `Stale` if it was published too long ago and `raise_when_stale` is set.
     pub fn pin(&self) -> Result<Arc<ServedVersion>> {
         let version = self.current.load_full();
         if let Some(most) = self.options.max_staleness.filter(|_| self.options.raise_when_stale) {
@@ -164,17 +170,19 @@ impl TableServer {
         Ok(version)
     }
 
-    /// Look for a newer checkpoint, and serve it from now on if there is one. Its deltas are read and verified before.
+    /// Polls for a newer checkpoint, and serves it after this call if there is one. Its deltas are read and verified
+    /// first.
     ///
-    /// Errors: those of [`Serving::open`], and `State` in a forked process. The version before serves on; the error is counted and logged.
+    /// Errors: as [`Self::open`], and `State` in a forked process. The previous version remains current; the error is
+    /// counted and logged.
     pub fn poll(&self) -> Result<PollOutcome> {
         self.poll_while(&mut || Ok(()))
     }
 
-    /// Does what [`Serving::poll`] does. `wait` is called while an index is made, or waited for, while rows are read, and while another thread
-    /// looks. Its error ends that.
+    /// Like [`Self::poll`]. `wait` is called while an index is built, or waited for, while rows are read, and while
+    /// another thread polls. An error from it aborts this.
     ///
-    /// Errors: those of [`Serving::poll`], and that of `wait`, which is neither counted nor logged.
+    /// Errors: as [`Self::poll`], and errors of `wait`, which are neither counted nor logged.
     pub fn poll_while(&self, wait: &mut WaitCallback<'_>) -> Result<PollOutcome> {
         self.check_process()?;
         let _alone = lock_while(&self.polling, wait)?;
@@ -191,7 +199,7 @@ impl TableServer {
         polled
     }
 
-    /// Count and log how a look ended, and say so in the figures.
+    /// Counts and logs the result of a poll, and stores its error for the statistics.
     fn record_poll(&self, error: Option<&Error>) {
         let error = error.map(ToString::to_string);
         if let Some(error) = &error {
@@ -204,7 +212,7 @@ impl TableServer {
         lock(&self.state).last_error = error;
     }
 
-    /// Note that a look was ended by a panic, which is a fault of this package.
+    /// Records that a poll panicked, which is a bug of this package.
     pub(super) fn record_panic(&self, message: &str) {
         let what = format!(
             "looking for a newer checkpoint panicked: {message}. Please report this fault of torchrec-embcache"
@@ -212,7 +220,7 @@ impl TableServer {
         self.record_poll(Some(&Error::new(Kind::State, what)));
     }
 
-    /// What a look would find now, where it can be told.
+    /// Returns the checkpoints that a poll would find, if they can be read.
     pub(super) fn newest(&self) -> Option<NewestCheckpoints> {
         let followed = LatestCheckpoint::read(self.source.followed()).ok()?.name;
         let served = LatestCheckpoint::read(&self.source.root).ok().map(|latest| latest.name);
@@ -248,7 +256,7 @@ impl TableServer {
         Ok(polled)
     }
 
-    /// Put `next` in the place of `before`, unless something else took that place meanwhile.
+    /// Replaces `before` by `next`, unless another thread replaced `before` first.
     fn replace(&self, before: &Arc<ServedVersion>, next: &Arc<ServedVersion>) -> PollOutcome {
         let mut state = lock(&self.state);
         if !Arc::ptr_eq(&self.current.load(), before) {
@@ -262,15 +270,16 @@ impl TableServer {
         }
         self.current.store(Arc::clone(next));
         drop(state);
-        // Its files are unmapped now, which takes a while, where nobody holds it.
+        // If no caller holds it, this unmaps its files, which takes a while.
         drop(dropped);
         tracing::debug!(checkpoint = %next.name, "a newer version is served");
         PollOutcome::Newer(next.name)
     }
 
-    /// Serve the version before the current one again. What was rolled back from is not served again until a newer checkpoint is published.
+    /// Serves the previous version again. The checkpoint that is rolled back is not served again until a newer
+    /// checkpoint is published.
     ///
-    /// Errors: `State` where there is no version before, and in a forked process.
+    /// Errors: `State` if there is no previous version, and in a forked process.
     pub fn rollback(&self) -> Result<CheckpointName> {
         self.check_process()?;
         let mut state = lock(&self.state);
@@ -279,7 +288,7 @@ impl TableServer {
             return Err(Error::new(Kind::State, what));
         };
         let left = self.current.swap(Arc::clone(&previous));
-        // A version names a checkpoint that it was read from, so its name is one.
+        // A version has the name of a checkpoint that was read, so the name is valid.
         state.rolled_back_from = self.source.checkpoint_of(&left).ok();
         self.polls.swaps.fetch_add(1, Ordering::Relaxed);
         tracing::warn!("checkpoint {} is served again, and {} no longer", previous.name, left.name);
@@ -299,7 +308,7 @@ impl TableServer {
         Err(Error::new(Kind::State, what))
     }
 
-    /// Figures as of now.
+    /// Returns current statistics.
     pub fn stats(&self) -> ServingStats {
         let version = self.current.load_full();
         let last_error = self
@@ -330,7 +339,7 @@ impl TableServer {
 
 impl IndexConsumer for TableServer {
     fn install_indexes(&self, of: &ServedVersion, indexed: &ChainIndexes) -> Result<()> {
-        // While this is held, only a rollback takes the place of the current version.
+        // While this is held, only a rollback can replace the current version.
         let _alone = lock(&self.polling);
         let current = self.current.load_full();
         if current.links.starts_with(&of.links) {
@@ -366,12 +375,12 @@ fn check_memory(version: &ServedVersion, most: Option<u64>) -> Result<()> {
     }
 }
 
-/// Take a lock. While another thread has it, `wait` is called now and then, and its error ends the wait.
+/// Takes a lock. While another thread holds it, `wait` is called repeatedly; an error from it aborts the wait.
 fn lock_while<'a>(mutex: &'a Mutex<()>, wait: &mut WaitCallback<'_>) -> Result<MutexGuard<'a, ()>> {
     loop {
         match mutex.try_lock() {
             Ok(held) => return Ok(held),
-            // What a panic interrupts was not served yet.
+            // A version interrupted by a panic is not served yet.
             Err(TryLockError::Poisoned(held)) => return Ok(held.into_inner()),
             Err(TryLockError::WouldBlock) => {
                 wait()?;

@@ -1,7 +1,9 @@
-//! Where newer checkpoints come from: the directory that is served, or a trainer's directory whose deltas change what is served.
+//! Sources of newer checkpoints: the served directory, or a trainer's directory whose deltas apply to the served
+//! checkpoint.
 //!
-//! A serving checkpoint says which checkpoint of the trainer it was made from. The trainer's deltas after that are changes of it. A chain is
-//! then the checkpoint in the served directory and the deltas in the trainer's, where nothing is ever written.
+//! A serving checkpoint records the trainer's checkpoint from which it was made. The trainer's later deltas can be
+//! applied to it. A chain then consists of the checkpoint in the served directory and the deltas in the trainer's,
+//! where nothing is ever written.
 
 use super::files::RowFileLink;
 use super::opening::{open_links, open_readers};
@@ -15,42 +17,42 @@ use crate::error::{Error, Kind, Result};
 /// The directories of a server.
 #[derive(Clone, Debug)]
 pub(super) struct ServingSource {
-    /// The directory that is served.
+    /// The served directory.
     pub(super) root: CheckpointDirectory,
-    /// The same directory, where indexes may be written to it.
+    /// The same directory, if indexes may be written to it.
     pub(super) writable: Option<CheckpointDirectory>,
     /// The trainer's directory, if it is another one.
     pub(super) trainer: Option<CheckpointDirectory>,
 }
 
-/// The checkpoints of a version, held to be read.
+/// The checkpoints of a version, locked for reading.
 pub(super) struct VersionLinks {
     /// Those in the served directory.
     served: CheckpointChain,
-    /// The trainer's deltas after them, the newest first.
+    /// The trainer's deltas after them, latest first.
     trainer_deltas: Vec<OpenCheckpoint>,
 }
 
 impl VersionLinks {
-    /// All of them, the oldest first.
+    /// All of them, oldest first.
     pub(super) fn opened(&self) -> Result<Vec<OpenedLink<'_>>> {
         open_readers(self.served.links().iter().rev().chain(self.trainer_deltas.iter().rev()))
     }
 
-    /// Whether all lie in the served directory.
+    /// True if all are in the served directory.
     pub(super) fn are_all_served(&self) -> bool {
         self.trainer_deltas.is_empty()
     }
 }
 
-/// Checkpoints of a directory, the newest first.
+/// Checkpoints of a directory, latest first.
 struct ChainWalk {
     links: Vec<OpenCheckpoint>,
-    /// Whether the oldest of them is a delta of the checkpoint that was looked for. Else the chain ends there.
+    /// True if the oldest of them is a delta on the checkpoint `since`. Otherwise the chain ends there.
     reached: bool,
 }
 
-/// Go from a checkpoint of a directory to its parents, until one of them is a delta of `since`.
+/// Follows the parents of a checkpoint of a directory, until one of them is a delta on `since`.
 fn walk_chain(directory: &CheckpointDirectory, latest: LatestCheckpoint, since: &CheckpointId) -> Result<ChainWalk> {
     let mut links = vec![OpenCheckpoint::open(directory, latest)?];
     while let Some(parent) = links[links.len() - 1].manifest().parent.clone() {
@@ -63,13 +65,13 @@ fn walk_chain(directory: &CheckpointDirectory, latest: LatestCheckpoint, since: 
 }
 
 impl ServingSource {
-    /// The directory in which newer checkpoints are looked for.
+    /// The directory that is polled for newer checkpoints.
     pub(super) fn followed(&self) -> &CheckpointDirectory {
         self.trainer.as_ref().unwrap_or(&self.root)
     }
 
-    /// True if a checkpoint of the followed directory is a delta on `parent`: its number is lower where `parent` was merged while it was
-    /// written.
+    /// True if a checkpoint of the followed directory is a delta on `parent`. The delta has a lower number if `parent`
+    /// was merged while it was written.
     pub(super) fn is_built_on(&self, latest: LatestCheckpoint, parent: CheckpointName) -> Result<bool> {
         if !self.followed().has(&latest.to_string())? {
             return Ok(false);
@@ -78,12 +80,13 @@ impl ServingSource {
         Ok(newest.manifest().parent.as_ref().is_some_and(|named| named.name == parent.to_string()))
     }
 
-    /// The checkpoint of the followed directory that a version equals.
+    /// The checkpoint of the followed directory with the same contents as a version.
     pub(super) fn checkpoint_of(&self, version: &ServedVersion) -> Result<CheckpointName> {
         if self.trainer.is_some() { version.origin().name.parse() } else { Ok(version.name()) }
     }
 
-    /// The checkpoints of a version. `Mismatch` where one of them is gone, or another one has its name.
+    /// Opens the checkpoints of a version. Returns `Mismatch` if one of them is missing, or was replaced by another of
+    /// the same name.
     pub(super) fn links_of(&self, version: &ServedVersion) -> Result<VersionLinks> {
         let own = &version.links[version.base.links - 1];
         let own = CheckpointChain::open(&self.root, LatestCheckpoint { name: own.name.parse()? })?;
@@ -104,8 +107,8 @@ impl ServingSource {
         Err(Error::new(Kind::Mismatch, what).at(self.followed().path()))
     }
 
-    /// The version of a newer checkpoint: the current one with the deltas after it, where the newer one builds on it. `wait` is called while an
-    /// index is made, or waited for, and its error ends that.
+    /// Opens the version of a newer checkpoint: the current one with the deltas after it, if the newer one is based on
+    /// it. `wait` is called while an index is built, or waited for; an error from it aborts this.
     pub(super) fn next(
         &self,
         opening: &ServeContext,
@@ -150,7 +153,8 @@ impl ServingSource {
         }
         let walked = walk_chain(trainer, latest, &before.origin());
         match (converted, walked) {
-            // The served directory may be gone or damaged. The trainer's deltas change what is served all the same.
+            // Even if the served directory is missing or corrupted, the trainer's deltas can be applied to the current
+            // version.
             (Err(error), Ok(ChainWalk { links, reached: true })) => {
                 tracing::warn!("no newer converted checkpoint is taken up: {error}");
                 apply_deltas(opening, before, &links, true)
@@ -166,8 +170,9 @@ impl ServingSource {
         }
     }
 
-    /// The version of a checkpoint that was converted since the one of `before` was opened, with the trainer's deltas after it. `None` where there
-    /// is no such checkpoint, or the trainer's newest one does not build on what it was made from.
+    /// Opens the version of a checkpoint that was converted since the one of `before` was opened, with the trainer's
+    /// deltas after it. Returns `None` if there is no such checkpoint, or the trainer's latest one is not based on its
+    /// source.
     fn next_of_converted(
         &self,
         opening: &ServeContext,
@@ -192,7 +197,7 @@ impl ServingSource {
     }
 }
 
-/// A version with the deltas after it, the newest first.
+/// Returns a version with the deltas `links` applied, which are ordered latest first.
 fn apply_deltas(
     opening: &ServeContext,
     before: &ServedVersion,
@@ -201,7 +206,7 @@ fn apply_deltas(
 ) -> Result<ServedVersion> {
     let child = links.last().expect("a walk has a checkpoint");
     let (manifest, name) = (child.manifest(), &before.origin().name);
-    // What a serving checkpoint was made from is the parent of a delta after it.
+    // The parent of such a delta is the checkpoint from which the serving checkpoint was made.
     let fits = if before.manifest.made_from.is_some() {
         manifest.check_fits_served(&before.manifest)
     } else {

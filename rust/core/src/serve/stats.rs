@@ -1,37 +1,38 @@
-//! What a server counts.
+//! Statistics of a server.
 
 use std::sync::atomic::AtomicU64;
 
 use crate::checkpoint::CheckpointName;
 
-/// Figures of a server, as of one moment.
+/// Statistics of a server at the time of the call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServingStats {
-    /// The checkpoint that is served.
+    /// The served checkpoint.
     pub version: CheckpointName,
     /// Seconds since the checkpoint was published.
     pub staleness_seconds: f64,
-    /// Looks for a newer checkpoint.
+    /// Number of polls for a newer checkpoint.
     pub polls: u64,
-    /// How often another checkpoint was served than before, after a rollback too. The same one with a new index does not count.
+    /// Number of times that the served checkpoint was replaced by another, including rollbacks. The same one with a new
+    /// index does not count.
     pub swaps: u64,
-    /// Looks that ended with an error. The version before serves on.
+    /// Number of polls that failed. The previous version remains served.
     pub failed_polls: u64,
-    /// The error of the last look, if it failed.
+    /// The error of the last poll, if it failed.
     pub last_error: Option<String>,
-    /// Versions that a request or the server holds.
+    /// Number of versions that a request or the server holds.
     pub versions: u64,
-    /// Calls of lookups.
+    /// Number of lookup calls.
     pub lookups: u64,
-    /// Ids that were looked up.
+    /// Number of ids looked up.
     pub ids: u64,
-    /// Those of them that have no row.
+    /// Number of these ids that are missing.
     pub missing: u64,
-    /// Rows whose pages were not seen in memory lately, and were asked for.
+    /// Number of rows whose pages were not recently seen in memory, and were prefetched.
     pub cold_rows: u64,
-    /// Rows of all tables.
+    /// Number of rows of all tables.
     pub rows: u64,
-    /// Ids that the deltas after the indexes changed.
+    /// Number of ids that the deltas after the indexes changed.
     pub overlay_ids: u64,
     /// Bytes of indexes that all processes of the machine share.
     pub shared_index_bytes: u64,
@@ -39,7 +40,7 @@ pub struct ServingStats {
     pub private_bytes: u64,
 }
 
-/// What the looks for newer checkpoints count.
+/// Counters of polls for newer checkpoints.
 #[derive(Debug, Default)]
 pub(super) struct PollCounts {
     pub(super) polls: AtomicU64,

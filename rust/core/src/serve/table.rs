@@ -1,4 +1,4 @@
-//! A table as a server sees it: one version of it, which never changes.
+//! One immutable version of a served table.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ use crate::kernels::{TensorRows, forward_pooled};
 use crate::rows::{RowLayout, WeightPrecision};
 use crate::types::{CacheSlot, Id};
 
-/// How the rows of a bag become one.
+/// Method of pooling the rows of a bag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PoolingMode {
     /// Their sum.
@@ -25,7 +25,7 @@ pub enum PoolingMode {
     Mean,
 }
 
-/// What all versions of all tables count together.
+/// Counters shared by all versions of all tables.
 #[derive(Debug, Default)]
 pub(super) struct LookupCounts {
     pub(super) lookups: AtomicU64,
@@ -34,7 +34,7 @@ pub(super) struct LookupCounts {
     pub(super) cold: AtomicU64,
 }
 
-/// Ids whose rows are pooled at a time; a bag is never divided.
+/// Number of ids whose rows are pooled at a time; a bag is never divided.
 const POOLED_AT_ONCE: usize = 2048;
 
 /// One version of a table.
@@ -44,7 +44,7 @@ pub struct ServedTable {
     pub(super) rows: u64,
     pub(super) files: RowFileSet,
     pub(super) index: Arc<ServeIndex>,
-    /// How many checkpoints of the chain the index covers.
+    /// Number of checkpoints of the chain that the index covers.
     pub(super) indexed_links: usize,
     pub(super) overlay: DeltaOverlay,
     pub(super) missing: MissingWeights,
@@ -53,50 +53,50 @@ pub struct ServedTable {
 }
 
 impl ServedTable {
-    /// The path of the table's module in the model.
+    /// Path of the table's module in the model.
     pub fn module(&self) -> &str {
         &self.spec.module
     }
 
-    /// The table's name in its module.
+    /// Name of the table in its module.
     pub fn name(&self) -> &str {
         &self.spec.table
     }
 
-    /// Columns of a row.
+    /// Width of a row.
     pub fn dim(&self) -> usize {
         self.spec.dim as usize
     }
 
-    /// How the served files store weights.
+    /// Precision of the weights in the served files.
     pub fn precision(&self) -> WeightPrecision {
         self.files.precision()
     }
 
-    /// How many rows the checkpoint says that the table has.
+    /// Number of rows of the table, from the checkpoint's manifest.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// Training steps that the table had made.
+    /// Number of training steps of the table.
     pub fn step(&self) -> u64 {
         self.spec.step
     }
 
-    /// Write the row of each id to `out`, which is `[N, D]`, and to `found`, `[N]`, whether the id has one. What an id without a row reads, the
-    /// server's options say. Returns how many ids have none.
+    /// Writes the row of each id to `out`, `[N, D]`, and to `found`, `[N]`, true if the id has a row. The server's
+    /// options define the value of a missing id. Returns the number of missing ids.
     ///
-    /// Errors: `Input` where lengths do not fit; `Corruption` and `Storage` where a row cannot be read.
+    /// Errors: `Input` if lengths do not match; `Corruption` and `Storage` if a row cannot be read.
     pub fn lookup(&self, ids: &[Id], out: &mut [f32], found: &mut [bool]) -> Result<usize> {
         self.check_lengths(ids.len(), self.dim(), (out.len(), found.len()))?;
         let mut out = Float32Output { out, dim: self.dim() };
         self.count_lookup(self.gather(ids, &mut out, |position, has_row| found[position] = has_row))
     }
 
-    /// As [`ServedTable::lookup`], with rows as [`ServedTable::precision`] stores them: `out` has [`WeightPrecision::row_bytes`] for each id. Rows of a
-    /// trainer's deltas, and what ids without a row read, are stored so for it.
+    /// Like [`Self::lookup`], with rows in the format of [`Self::precision`]: `out` has [`WeightPrecision::row_bytes`]
+    /// per id. Rows of a trainer's deltas and the values of missing ids are converted to it.
     ///
-    /// Errors: also `Input` where an id without a row reads what the precision cannot hold.
+    /// Errors: also `Input` if the precision cannot represent the value of a missing id.
     pub fn lookup_stored(&self, ids: &[Id], out: &mut [u8], found: &mut [bool]) -> Result<usize> {
         let precision = self.precision();
         self.check_lengths(ids.len(), precision.row_bytes(self.dim()), (out.len(), found.len()))?;
@@ -112,10 +112,11 @@ impl ServedTable {
         }
     }
 
-    /// Pool the rows of each bag: `out`, `[B, D]`, in row-major order. `offsets`, `[B + 1]`, say where in `ids` each bag starts and the last one
-    /// ends. `weights`, `[N]`, multiply the rows. The sums are those of training's forward, bit for bit. Returns how many ids have no row.
+    /// Pools the rows of each bag: `out`, `[B, D]`, in row-major order. `offsets`, `[B + 1]`, are the start of each bag
+    /// in `ids`, then the number of ids. `weights`, `[N]`, multiply the rows. The sums are bitwise identical to those
+    /// of training's forward. Returns the number of missing ids.
     ///
-    /// Errors: `Input` where lengths or offsets do not fit; `Corruption` and `Storage` where a row cannot be read.
+    /// Errors: `Input` if lengths or offsets do not match; `Corruption` and `Storage` if a row cannot be read.
     pub fn lookup_pooled(
         &self,
         ids: &[Id],
@@ -144,7 +145,7 @@ impl ServedTable {
         self.count_lookup(Ok(missing))
     }
 
-    /// Pool rows that were gathered, `[N, D]`.
+    /// Pools gathered rows, `[N, D]`.
     #[allow(unsafe_code)]
     fn pool(&self, rows: &mut [f32], bags: &[i64], pooling: PoolingMode, weights: Option<&[f32]>, out: &mut [f32]) {
         let dim = self.dim();
@@ -155,11 +156,13 @@ impl ServedTable {
             vector_slots: [std::ptr::null_mut(); 2],
             scalars: std::ptr::null_mut(),
         };
-        // SAFETY: the slots are the numbers of the rows in `rows`, which is borrowed exclusively and not written meanwhile.
+        // SAFETY: the slots are the indexes of the rows in `rows`, which is borrowed exclusively and not written during
+        // the call.
         unsafe { forward_pooled(&rows, &slots, None, bags, weights, pooling == PoolingMode::Mean, out, dim, 0, 1) };
     }
 
-    /// Write the row of each id to `out`. `on_row` is told the position of each id and whether it has a row. Returns how many have none.
+    /// Writes the row of each id to `out`. `on_row` receives the position of each id, and true if it has a row. Returns
+    /// the number of missing ids.
     fn gather(&self, ids: &[Id], out: &mut impl RowOutput, on_row: impl FnMut(usize, bool)) -> Result<usize> {
         let of = (&*self.index, &self.overlay);
         let gather = ServeLookup::new(&self.files, of, self.dim(), self.page_generation.generation(), ids.len());
@@ -179,7 +182,7 @@ impl ServedTable {
         Ok(missing)
     }
 
-    /// Counts a call of a lookup that has ended.
+    /// Counts a lookup call that has finished.
     fn count_lookup(&self, missing: Result<usize>) -> Result<usize> {
         self.counts.lookups.fetch_add(u64::from(missing.is_ok()), Ordering::Relaxed);
         missing
@@ -189,7 +192,7 @@ impl ServedTable {
         Error::new(Kind::Input, format!("table {:?} of module {:?}: {message}", self.spec.table, self.spec.module))
     }
 
-    /// Check the room for so many rows of `width` elements, and for as many flags.
+    /// Checks that the outputs fit `rows` rows of `width` elements, and one flag per row.
     fn check_lengths(&self, rows: usize, width: usize, (out, found): (usize, usize)) -> Result<()> {
         if rows.checked_mul(width) != Some(out) || found != rows {
             return Err(self.input_error(&format!(

@@ -1,4 +1,4 @@
-//! Versions: what one checkpoint holds, opened for lookups.
+//! Versions: the contents of one checkpoint, opened for lookups.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -20,58 +20,59 @@ use crate::io::{IoOpenMode, MappingAccess};
 use crate::lifecycle::ExpirySweep;
 use crate::rows::WeightPrecision;
 
-/// One checkpoint, opened for lookups in all its tables. It never changes.
+/// One checkpoint, opened for lookups in all its tables. Immutable.
 #[derive(Debug)]
 pub struct ServedVersion {
     pub(super) name: CheckpointName,
     pub(super) manifest: CheckpointManifest,
-    /// The checkpoint and all that it builds on, the oldest first.
+    /// The checkpoint and its base checkpoints, oldest first.
     pub(super) links: Vec<RowFileLink>,
     pub(super) base: ServedBase,
     pub(super) published: SystemTime,
     pub(super) tables: Vec<Arc<ServedTable>>,
-    /// Counts the versions that somebody holds.
+    /// Counts the versions that are held.
     pub(super) alive: Arc<()>,
 }
 
-/// The part of a version's chain that lies in the directory that is served.
+/// The part of a version's chain that is in the served directory.
 #[derive(Clone, Debug)]
 pub(super) struct ServedBase {
-    /// How many checkpoints.
+    /// Number of checkpoints.
     pub(super) links: usize,
-    /// The trainer's checkpoint that the newest of them equals: what it was made from, or itself.
+    /// The trainer's checkpoint with the same contents as the latest of them: the one from which it was made, or
+    /// itself.
     pub(super) origin: CheckpointId,
 }
 
 impl ServedBase {
-    /// Of a chain that lies there with all of its `links`, up to `newest`.
+    /// Describes a chain whose `links`, up to `newest`, are all in the served directory.
     fn of(newest: &OpenCheckpoint, links: usize) -> Self {
         Self { links, origin: origin_of(newest) }
     }
 }
 
-/// The trainer's checkpoint that a checkpoint equals: what it was made from, or itself.
+/// The trainer's checkpoint with the same contents as a checkpoint: the one from which it was made, or itself.
 pub(super) fn origin_of(checkpoint: &OpenCheckpoint) -> CheckpointId {
     checkpoint.manifest().made_from.clone().unwrap_or_else(|| checkpoint.identity())
 }
 
 impl ServedVersion {
-    /// The trainer's checkpoint that this version equals.
+    /// The trainer's checkpoint with the same contents as this version.
     pub(super) fn origin(&self) -> CheckpointId {
         if self.links.len() == self.base.links { self.base.origin.clone() } else { self.newest() }
     }
 
-    /// The newest checkpoint of its chain.
+    /// The latest checkpoint of its chain.
     pub(super) fn newest(&self) -> CheckpointId {
         self.links.last().expect("a version is of a checkpoint").identity()
     }
 
-    /// The name of the checkpoint.
+    /// Name of the checkpoint.
     pub fn name(&self) -> CheckpointName {
         self.name
     }
 
-    /// When the checkpoint was published.
+    /// Time at which the checkpoint was published.
     pub fn published(&self) -> SystemTime {
         self.published
     }
@@ -81,9 +82,9 @@ impl ServedVersion {
         &self.tables
     }
 
-    /// A table: by its name where only one module has a table of that name, or by "module/table".
+    /// Returns a table: by its name if only one module has a table of that name, or by "module/table".
     ///
-    /// Errors: `Mismatch`, which lists the tables that there are.
+    /// Errors: `Mismatch`, which lists the tables.
     pub fn table(&self, name: &str) -> Result<&Arc<ServedTable>> {
         let whole = |table: &&Arc<ServedTable>| format!("{}/{}", table.module(), table.name()) == name;
         let mut named = self.tables.iter().filter(|table| table.name() == name);
@@ -101,28 +102,28 @@ impl ServedVersion {
     }
 }
 
-/// What all versions of a server have in common.
+/// State shared by all versions of a server.
 #[derive(Debug)]
 pub(super) struct ServeContext {
-    /// Bytes that indexes and overlays may take of this process's own memory. `None`: any number.
+    /// Maximum bytes of indexes and overlays in this process's own memory; `None` for no limit.
     pub(super) host_bytes: Option<u64>,
     pub(super) missing: Option<MissingRead>,
-    /// Whether the weights of all rows are read into memory before a version is served.
+    /// If true, the weights of all rows are read into memory before a version is served.
     pub(super) preload: bool,
-    /// Whether all rows are held against their checksums before a version is served.
+    /// If true, all rows are verified against their checksums before a version is served.
     pub(super) verify: bool,
     pub(super) counts: Arc<LookupCounts>,
     pub(super) alive: Arc<()>,
 }
 
-/// One checkpoint of a chain, with the readers of its tables in the order of the manifest.
+/// One checkpoint of a chain, with the readers of its tables in manifest order.
 pub(super) struct OpenedLink<'a> {
     pub(super) link: &'a OpenCheckpoint,
     pub(super) readers: Vec<TableReader>,
 }
 
 impl<'a> OpenedLink<'a> {
-    /// Check the headers of all files of a checkpoint.
+    /// Checks the headers of all files of a checkpoint.
     pub(super) fn new(link: &'a OpenCheckpoint) -> Result<Self> {
         let tables = link.manifest().tables.iter();
         let readers = tables.map(|table| reader_of(link, &table.spec.module, &table.spec.table));
@@ -136,13 +137,13 @@ impl<'a> OpenedLink<'a> {
 
 /// The indexes of the tables of a chain up to one of its checkpoints.
 pub(super) struct ChainIndexes {
-    /// How many checkpoints of the chain they cover.
+    /// Number of checkpoints of the chain that they cover.
     pub(super) links: usize,
     pub(super) indexes: Vec<Arc<ServeIndex>>,
 }
 
-/// The newest index file of a chain that fits it, whose checkpoints come with the oldest first. A file that is damaged, or cannot be
-/// read, is passed over.
+/// Finds the latest matching index file of a chain, whose checkpoints are passed oldest first. Skips a file that is
+/// corrupted or cannot be read.
 pub(super) fn find_indexes(links: &[OpenedLink<'_>], files: &[RowFileSet]) -> Option<ChainIndexes> {
     for count in (1..=links.len()).rev() {
         let directory = links[count - 1].link.directory();
@@ -153,14 +154,15 @@ pub(super) fn find_indexes(links: &[OpenedLink<'_>], files: &[RowFileSet]) -> Op
                 }
             }
             Ok(None) => {}
-            // It can be made again from the checkpoint, whatever is wrong with it.
+            // It can be rebuilt from the checkpoint, so any error is ignored.
             Err(error) => tracing::warn!("{INDEX_FILE} of {} is not used: {error}", directory.path().display()),
         }
     }
     None
 }
 
-/// The indexes in the order of the tables, where the file is of these tables and of the first `count` checkpoints.
+/// Returns the indexes in the order of the tables, if the file belongs to these tables and to the first `count`
+/// checkpoints.
 fn match_indexes(
     found: Vec<(ServeIndexTable, ServeIndex)>,
     links: &[OpenedLink<'_>],
@@ -181,7 +183,7 @@ fn match_indexes(
     all.then(|| found.into_iter().map(|(_, index)| Arc::new(index)).collect())
 }
 
-/// The indexes of a file that fits all of a chain, whose checkpoints come with the oldest first.
+/// Returns the indexes of a file if it covers the entire chain, whose checkpoints are passed oldest first.
 pub(super) fn indexes_of_file(
     found: Vec<(ServeIndexTable, ServeIndex)>,
     links: &[OpenedLink<'_>],
@@ -190,7 +192,7 @@ pub(super) fn indexes_of_file(
     match_indexes(found, links, files, links.len()).map(|indexes| ChainIndexes { links: links.len(), indexes })
 }
 
-/// The mapped files of each table of a chain, whose checkpoints come with the oldest first.
+/// Maps the files of each table of a chain, whose checkpoints are passed oldest first.
 pub(super) fn files_of(links: &[OpenedLink<'_>], access: MappingAccess) -> Result<Vec<RowFileSet>> {
     let newest = links.last().expect("a chain has a checkpoint");
     let engine = newest.link.directory().engine();
@@ -203,7 +205,7 @@ pub(super) fn files_of(links: &[OpenedLink<'_>], access: MappingAccess) -> Resul
         .collect()
 }
 
-/// Make the indexes of a chain from all its files. `wait` is called now and then, and its error ends the work.
+/// Builds the indexes of a chain from all its files. `wait` is called repeatedly; an error from it aborts the work.
 pub(super) fn build_indexes(
     links: &[OpenedLink<'_>],
     files: &[RowFileSet],
@@ -220,7 +222,7 @@ pub(super) fn build_indexes(
     Ok(ChainIndexes { links: links.len(), indexes })
 }
 
-/// Write the indexes of a chain beside its newest checkpoint, in `directory`, and return how many bytes the file has.
+/// Writes the index file of a chain's latest checkpoint to its `directory`, and returns the length of the file.
 pub(super) fn write_indexes(
     directory: &CheckpointDirectory,
     manifest: &CheckpointManifest,
@@ -237,8 +239,8 @@ pub(super) fn write_indexes(
     write_index(directory, &tables)
 }
 
-/// Open a version from a chain whose files are mapped, and indexes of some of its checkpoints. The deltas after these are read and verified.
-/// `wait` is called while rows are preloaded, and its error ends that.
+/// Opens a version from a chain with mapped files, and indexes of some of its checkpoints. The later deltas are read
+/// and verified. `wait` is called while rows are preloaded; an error from it aborts this.
 pub(super) fn open_version(
     opening: &ServeContext,
     links: &[OpenedLink<'_>],
@@ -269,8 +271,8 @@ pub(super) fn open_version(
     version_of(opening, newest, links.iter().map(|opened| link_of(opened.link)).collect(), base, tables)
 }
 
-/// The version before with more deltas after it, which are read and verified. They lie in the served directory, or with `is_trainers` in a
-/// trainer's.
+/// Returns the previous version with more deltas after it, which are read and verified. They are in the served
+/// directory, or with `is_trainers` in the trainer's.
 pub(super) fn extend_version(
     opening: &ServeContext,
     before: &ServedVersion,
@@ -285,7 +287,7 @@ pub(super) fn extend_version(
             let reader = &opened.readers[number];
             check_sweeps(&files, opened, number)?;
             files.push(opened.link.directory().engine(), link_of(opened.link), reader)?;
-            // What changed lately is what requests want.
+            // Recently changed rows are likely to be requested.
             files.preload_newest(table.page_generation.generation())?;
             overlay.add(&files, reader, opened.sweeps(number))?;
         }
@@ -306,7 +308,8 @@ pub(super) fn extend_version(
     version_of(opening, newest, all, base, tables)
 }
 
-/// `Mismatch` where a rule of a delta looks at weights, and those of the rows before it are not the trainer's.
+/// Returns `Mismatch` if a rule of a delta evaluates weights, and the weights of earlier rows differ from the
+/// trainer's.
 fn check_sweeps(files: &RowFileSet, opened: &OpenedLink<'_>, table: usize) -> Result<()> {
     let precision = files.precision();
     if precision == WeightPrecision::Fp32 || !opened.sweeps(table).iter().any(ExpirySweep::needs_weights) {
@@ -321,8 +324,8 @@ fn check_sweeps(files: &RowFileSet, opened: &OpenedLink<'_>, table: usize) -> Re
     Err(Error::new(Kind::Mismatch, what).at(opened.link.directory().path()))
 }
 
-/// A version with other indexes. The overlays have the changes of the checkpoints after these: `links` is the version's chain, the oldest first,
-/// and may be empty where the indexes cover all of it.
+/// Returns a version with other indexes. The overlays contain the changes of the later checkpoints. `links` is the
+/// version's chain, oldest first, and may be empty if the indexes cover all of it.
 pub(super) fn with_indexes(
     version: &ServedVersion,
     indexed: &ChainIndexes,
@@ -353,7 +356,7 @@ pub(super) fn with_indexes(
     })
 }
 
-/// What the checkpoints after an index changed in a table. They are read and verified.
+/// Reads and verifies the changes of the checkpoints after an index in a table.
 fn overlay_after(
     indexed: &ChainIndexes,
     links: &[OpenedLink<'_>],

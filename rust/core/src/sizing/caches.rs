@@ -1,5 +1,5 @@
-//! Caches of many sizes under one policy, simulated in miniature: a cache of `n` rows is simulated by one of `n × rate` members of the
-//! sample, where `rate` is the share of the ids that are in the sample.
+//! Miniature simulations of caches of many sizes under one policy: a cache of `n` rows is simulated by a cache of `n ×
+//! rate` members of the sample, where `rate` is the fraction of ids in the sample.
 
 use std::collections::HashMap;
 
@@ -8,12 +8,13 @@ use crate::index::IdHash;
 use crate::policy::{ReplacementPolicy, new_policy};
 use crate::types::{CacheSlot, Id};
 
-/// A cache that would have fewer members than this is no longer simulated: one member more or less would change its size too much.
+/// The minimum number of members of a simulated cache. In a smaller cache, one member more or less would change its
+/// size too much.
 pub(super) const LEAST_MEMBERS: f64 = 32.0;
-/// Sizes double in so many steps.
+/// Sizes double in this number of steps.
 const SIZES_AN_OCTAVE: i32 = 2;
 
-/// The size with a number.
+/// The size with an index.
 fn size_of(number: i32) -> f64 {
     2_f64.powf(f64::from(number) / f64::from(SIZES_AN_OCTAVE))
 }
@@ -22,15 +23,16 @@ fn size_of(number: i32) -> f64 {
 #[derive(Debug)]
 pub(super) struct CacheSimulation {
     simulated: Vec<SimulatedCache>,
-    /// The policy of a cache that holds every member. Any cache is like it until it is full, so each begins as a copy of it.
+    /// The policy of a cache that contains every member. Any cache equals it until it is full, so each starts as a copy
+    /// of it.
     unlimited: Box<dyn ReplacementPolicy>,
-    /// For each member the caches that it is in, by their bits.
+    /// Bit sets of the caches that contain each member.
     inside: Vec<u32>,
     policy: PolicyKind,
-    /// The number of the next size, and that size.
+    /// The index of the next size, and that size.
     next: i32,
     next_size: f64,
-    /// Misses of a cache that holds every member.
+    /// Misses of a cache that contains every member.
     first_uses: f64,
 }
 
@@ -48,14 +50,14 @@ struct SimulatedCache {
 #[derive(Clone, Copy)]
 pub(super) struct SampleUse {
     pub(super) member: CacheSlot,
-    /// Whether it is the member's first.
+    /// True if it is the member's first use.
     pub(super) is_first: bool,
-    /// How many uses it stands for.
+    /// The number of uses that it represents.
     pub(super) weight: f64,
 }
 
 impl CacheSimulation {
-    /// For members with numbers below `members`.
+    /// Creates the simulation for members below `members`.
     pub(super) fn new(policy: PolicyKind, members: usize) -> Self {
         Self {
             simulated: Vec::new(),
@@ -68,7 +70,7 @@ impl CacheSimulation {
         }
     }
 
-    /// Note a use. `ids` has the id of each member.
+    /// Records a use. `ids` has the id of each member.
     pub(super) fn used(&mut self, used: SampleUse, ids: &[Id], rate: f64) {
         let SampleUse { member, is_first, weight } = used;
         let id = ids[member as usize];
@@ -94,8 +96,8 @@ impl CacheSimulation {
         }
     }
 
-    /// Begin the caches that are full, as far as they have enough members, before another member comes. `members` has all members of the
-    /// sample.
+    /// Starts the caches that are full, if they have enough members, before another member is added. `members` has all
+    /// members of the sample.
     pub(super) fn begin_full(&mut self, members: &HashMap<Id, CacheSlot, IdHash>, rate: f64) {
         while members.len() >= members_of(self.next_size, rate) as usize {
             let size = self.next_size;
@@ -120,7 +122,7 @@ impl CacheSimulation {
         }
     }
 
-    /// A member leaves the sample.
+    /// Removes a member of the sample.
     pub(super) fn forget(&mut self, member: CacheSlot, id: Id) {
         let inside = std::mem::take(&mut self.inside[member as usize]);
         for cache in self.simulated.iter_mut().filter(|cache| inside & cache.bit != 0) {
@@ -130,8 +132,8 @@ impl CacheSimulation {
         self.unlimited.removed(member, id, false);
     }
 
-    /// The rate has fallen. Each cache shrinks with it, so that it stands for as many rows as before, and those that would have too few
-    /// members end.
+    /// Adjusts to a lower rate. Each cache shrinks, so that it represents the same number of rows, and caches that
+    /// would have too few members are removed.
     pub(super) fn rate_fell(&mut self, ids: &[Id], rate: f64) {
         while let Some(cache) = self.simulated.first()
             && cache.size * rate < LEAST_MEMBERS
@@ -144,18 +146,18 @@ impl CacheSimulation {
         }
     }
 
-    /// Count misses from zero on.
+    /// Resets the counts of misses.
     pub(super) fn reset_counts(&mut self) {
         self.first_uses = 0.0;
         self.simulated.iter_mut().for_each(|cache| cache.missed = 0.0);
     }
 
-    /// Each size in rows, and its misses; smallest first.
+    /// The sizes in rows and their misses, in ascending order.
     pub(super) fn misses(&self) -> impl Iterator<Item = (u64, f64)> {
         self.simulated.iter().map(|cache| (cache.size.round() as u64, cache.missed))
     }
 
-    /// Bytes of RAM at most.
+    /// Maximum bytes of RAM.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
         let policies = self.simulated.iter().map(|cache| &cache.policy).chain([&self.unlimited]);
@@ -163,13 +165,13 @@ impl CacheSimulation {
     }
 }
 
-/// The members of a cache of `size` rows.
+/// The number of members of a cache of `size` rows.
 fn members_of(size: f64, rate: f64) -> u32 {
     ((size * rate).round() as u32).max(1)
 }
 
 impl SimulatedCache {
-    /// Evict until there are at most `most` members. `inside` has the caches of each member, `ids` its id.
+    /// Evicts members until there are at most `most`. `inside` has the caches of each member, `ids` its id.
     fn shrink_to(&mut self, most: u32, inside: &mut [u32], ids: &[Id]) {
         while self.members > most {
             let victim = self.policy.victim(&mut |_| true).expect("no member is pinned");
@@ -183,8 +185,9 @@ impl SimulatedCache {
         self.members -= 1;
     }
 
-    /// Evict a newcomer that is the next victim. The cache that this one stands for has its next miss at once, by an id that is not in the
-    /// sample, and evicts it then. Without this a newcomer would stay until the next miss of a member.
+    /// Evicts a newcomer that is the next victim. The cache that this one represents has its next miss immediately, by
+    /// an id that is not in the sample, and evicts it then. Without this a newcomer would stay until the next miss of a
+    /// member.
     fn drop_if_next(&mut self, newcomer: CacheSlot, inside: &mut [u32], ids: &[Id]) {
         if self.policy.victim(&mut |_| true) == Some(newcomer) {
             self.evict(newcomer, inside, ids);

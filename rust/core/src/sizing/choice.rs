@@ -1,15 +1,15 @@
-//! Which ids are in the sample.
-#![allow(clippy::inline_always)] // jobs are compiled for each instruction set, with all that they call
+//! Selects the ids of the sample.
+#![allow(clippy::inline_always)] // jobs and their callees are compiled for each instruction set
 
 use crate::index::IdHash;
 use crate::simd::{InstructionSet, SimdJob};
 use crate::types::Id;
 
-/// Where the ids that are used lie close together, this takes them evenly.
+/// Selects evenly from ids that are close together.
 const HASH: IdHash = IdHash::new(0x9e37_79b9_7f4a_7c15);
-/// So that no small id, as of a row that is used most, is in every sample.
+/// Excludes that a small id, which may be a frequent one, is in every sample.
 const SALT: Id = 0x5851_f42d_4c95_7f2d;
-/// Ids that are compared at once.
+/// Number of ids that are compared together.
 const AT_ONCE: usize = 16;
 
 /// The hashes below `hash_bound`, and the positions of their ids.
@@ -35,7 +35,7 @@ impl SimdJob for SampleJob<'_> {
         let mut found = Vec::new();
         let (parts, rest) = self.ids.as_chunks::<AT_ONCE>();
         for (number, part) in parts.iter().enumerate() {
-            // Mostly none is. The lanes have no branch, so that they are compared together.
+            // Mostly no id is selected. The lanes have no branch, so that they are compared together.
             let mut any = false;
             for &id in part {
                 any |= hash(id) < self.hash_bound;

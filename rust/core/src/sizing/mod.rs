@@ -1,9 +1,10 @@
-//! How the miss ratio of a table depends on how many of its rows are in RAM, measured on live traffic.
+//! Miss ratio of a table as a function of its rows in RAM, measured on live traffic.
 //!
-//! A [`TableSizing`] sees the distinct ids of every plan and keeps a fixed number of them, chosen by a hash. On these it runs, in miniature, what
-//! caches of many sizes would do. Sources: SHARDS with a fixed size, for `lru` (Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC
-//! construction with SHARDS", FAST 2015); miniature simulations on the same sample for the other policies (Waldspurger, Saemundsson, Ahmad,
-//! Park, "Cache modeling and optimization using miniature simulations", ATC 2017). It holds no rows, and nothing depends on what it finds.
+//! A [`TableSizing`] receives the distinct ids of every plan and keeps a fixed number of them, chosen by a hash. On
+//! these it simulates, in miniature, caches of many sizes. Sources: SHARDS with a fixed size, for `lru` (Waldspurger,
+//! Park, Garthwaite, Ahmad, "Efficient MRC construction with SHARDS", FAST 2015); miniature simulations on the same
+//! sample for the other policies (Waldspurger, Saemundsson, Ahmad, Park, "Cache modeling and optimization using
+//! miniature simulations", ATC 2017). It stores no rows, and does not affect the table.
 
 mod caches;
 mod choice;
@@ -27,28 +28,28 @@ use crate::types::Id;
 /// No id has a hash below this, so nothing is sampled.
 const OFF: u64 = 0;
 
-/// The measurement of one table: off, until it is begun.
+/// The measurement of one table, which is off until it is started.
 #[derive(Debug, Default)]
 pub(crate) struct TableSizing {
-    /// Ids whose hash is below this are in the sample. [`OFF`] while nothing is measured.
+    /// Ids whose hash is below this are in the sample. [`OFF`] while no measurement runs.
     hash_bound: AtomicU64,
     measured: Mutex<Option<SizingMeasurement>>,
 }
 
-/// Uses are simulated so many at a time. What is known of the simulated caches lies in the processor's cache then, which the training
-/// between two plans would have taken.
+/// Uses are simulated in batches of this size. The state of the simulated caches then stays in the CPU cache, which the
+/// training between two plans would have evicted.
 const USES_AT_ONCE: usize = 4096;
 
 #[derive(Debug)]
 struct SizingMeasurement {
     sample: IdSample,
     pace: SamplingPace,
-    /// Hashes and ids of uses that are still to be simulated.
+    /// Hashes and ids of uses that are not simulated yet.
     waiting: Vec<(u64, Id)>,
 }
 
 impl SizingMeasurement {
-    /// Note the lookups of a plan, of which so many are births, and the uses of sampled ids among them.
+    /// Records the lookups of a plan and its new rows, and the uses of sampled ids among them.
     fn record(&mut self, (lookups, births): (u64, u64), uses: impl Iterator<Item = (u64, Id)>) {
         self.sample.looked_up(lookups, births);
         let waited = self.waiting.len();
@@ -66,8 +67,8 @@ impl SizingMeasurement {
 }
 
 impl TableSizing {
-    /// Measure from now on, for a table whose tiers in RAM have room for `rows` rows, and whose policy is `policy`. A measurement that is
-    /// under way goes on.
+    /// Starts a measurement, for a table whose tiers in RAM fit `rows` rows, and whose policy is `policy`. A running
+    /// measurement continues.
     pub(crate) fn begin(&self, policy: PolicyKind, rows: u64) {
         let mut measured = lock(&self.measured);
         if measured.is_none() {
@@ -77,20 +78,20 @@ impl TableSizing {
         }
     }
 
-    /// Whether a measurement is under way.
+    /// True while a measurement runs.
     pub(crate) fn is_on(&self) -> bool {
         self.hash_bound.load(Ordering::Relaxed) != OFF
     }
 
-    /// Note that a plan uses the rows of these distinct ids `[U]`, but for those at the positions `without_row`, which rise: they have no row
-    /// and get none. `new_rows` of the rows are born with this plan.
+    /// Records that a plan uses the rows of these distinct ids `[U]`, except those at the positions `without_row`, in
+    /// ascending order: they have no row and are not admitted. `new_rows` of the rows are inserted by this plan.
     pub(crate) fn record(&self, ids: &[Id], without_row: &[u32], new_rows: u64) {
         let below = self.hash_bound.load(Ordering::Relaxed);
         if below == OFF {
             return;
         }
         let lookups = (ids.len() - without_row.len()) as u64;
-        // While it rests nothing is hashed.
+        // While the measurement pauses, no id is hashed.
         if !lock(&self.measured).as_mut().is_some_and(|measured| measured.pace.should_sample(lookups)) {
             return;
         }
@@ -102,8 +103,8 @@ impl TableSizing {
         }
     }
 
-    /// What was measured since it began, or since the last call with `reset`; `None` where nothing is measured. With `reset` it counts from
-    /// zero from here on, while the caches that it simulates stay as full as they are.
+    /// The results since the start of the measurement, or since the last call with `reset`; `None` if no measurement
+    /// runs. `reset` resets the counts, and leaves the simulated caches as full as they are.
     pub(crate) fn curves(&self, reset: bool) -> Option<Vec<MissRatioCurve>> {
         let mut measured = lock(&self.measured);
         let measured = measured.as_mut()?;

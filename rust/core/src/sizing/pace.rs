@@ -1,17 +1,18 @@
-//! How much of the traffic is looked at, so that the measurement stays within a share of a step's time.
+//! Limits the measurement to a fraction of a step's time.
 //!
-//! Where few ids make up a table's traffic, most of them are in the sample, and to simulate each of their uses would cost more than the
-//! lookups themselves. So the measurement works in bursts. Between them it rests, and the caches that it simulates stand still.
+//! If few ids make up a table's traffic, most of them are in the sample, and to simulate each of their uses would cost
+//! more than the lookups themselves. So the measurement works in bursts. Between them it pauses, and the simulated
+//! caches do not change.
 
-/// Uses of sampled ids that are simulated in any case.
+/// Uses of sampled ids that are always simulated.
 const FREE: u64 = 1 << 16;
-/// Beyond them one use is simulated for so many lookups.
+/// Beyond those, one use is simulated per this number of lookups.
 const LOOKUPS_A_USE: u64 = 512;
-/// A burst ends when it has simulated so many uses more than were due. It covers the sample many times over, so that what happens
-/// where two bursts meet weighs little.
+/// A burst ends when it has simulated this many uses more than were due. It covers the sample many times, so that the
+/// boundary between two bursts has little weight.
 const BURST: u64 = 1 << 18;
 
-/// What was looked at so far.
+/// Progress of the measurement.
 #[derive(Debug, Default)]
 pub(super) struct SamplingPace {
     lookups: u64,
@@ -20,7 +21,7 @@ pub(super) struct SamplingPace {
 }
 
 impl SamplingPace {
-    /// Count lookups. Whether they are to be looked at.
+    /// Counts lookups. Returns true if they are to be measured.
     pub(super) fn should_sample(&mut self, lookups: u64) -> bool {
         self.lookups += lookups;
         let due = FREE + self.lookups / LOOKUPS_A_USE;
@@ -32,7 +33,7 @@ impl SamplingPace {
         !self.is_resting
     }
 
-    /// Count uses that were simulated.
+    /// Counts simulated uses.
     pub(super) fn sampled(&mut self, uses: u64) {
         self.simulated += uses;
     }

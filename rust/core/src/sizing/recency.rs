@@ -1,33 +1,34 @@
-//! How many other members of the sample were used since the last use of a member: its reuse distance.
+//! Reuse distances: the number of other members of the sample that were used since the last use of a member.
 
-/// Members of the sample are numbered from 0 to below this.
+/// Marks a number that no member has.
 const NEVER: u32 = u32::MAX;
 const WORD: u32 = u64::BITS;
 
 /// The order of the last uses of all members.
 ///
-/// Each use takes the next moment. A bit for each moment says whether it is some member's last use, and a Fenwick tree (Fenwick, "A new data
-/// structure for cumulative frequency tables", 1994) sums the bits of whole words. When the moments are used up, the last uses are
-/// numbered anew in their order.
+/// Each use takes the next tick. A bit for each tick is set if it is the last use of some member, and a Fenwick tree
+/// (Fenwick, "A new data structure for cumulative frequency tables", 1994) sums the bits of entire words. When the
+/// ticks are used up, the last uses are renumbered in their order.
 #[derive(Debug)]
 pub(super) struct ReuseTracker {
     words: Vec<u64>,
     /// The tree over the bits of each word.
     sums: Vec<u32>,
-    /// The moment of each member's last use, [`NEVER`] for a number that no member has.
+    /// The tick of each member's last use, or [`NEVER`] for a number that no member has.
     last: Vec<u32>,
     now: u32,
     members: u32,
 }
 
 impl ReuseTracker {
-    /// For members with numbers below `members`, at least 1.
+    /// Creates a tracker for members below `members`, which is at least 1.
     pub(super) fn new(members: usize) -> Self {
         let words = (members * 4).div_ceil(WORD as usize);
         Self { words: vec![0; words], sums: vec![0; words + 1], last: vec![NEVER; members], now: 0, members: 0 }
     }
 
-    /// Note a use. Returns how many other members were used since the last one; `None` for the first use.
+    /// Records a use. Returns the number of other members that were used since the last use, or `None` for the first
+    /// use.
     pub(super) fn used(&mut self, member: u32) -> Option<u32> {
         if self.now as usize == self.words.len() * WORD as usize {
             self.renumber();
@@ -42,7 +43,7 @@ impl ReuseTracker {
         distance
     }
 
-    /// Forget a member. Its number may be given to another.
+    /// Removes a member. Its number may be reused.
     pub(super) fn forget(&mut self, member: u32) {
         let last = std::mem::replace(&mut self.last[member as usize], NEVER);
         if last != NEVER {
@@ -51,7 +52,7 @@ impl ReuseTracker {
         }
     }
 
-    /// How many last uses are before a moment.
+    /// The number of last uses before a tick.
     fn before(&self, tick: u32) -> u32 {
         let mut word = (tick / WORD) as usize;
         let bits = self.words[word] & ((1 << (tick % WORD)) - 1);

@@ -1,4 +1,5 @@
-//! The sample: ids whose hash is below a bound. There is a most number of them, and when there would be more, the bound falls.
+//! The sample: ids whose hash is below a bound. The number of members is limited, and when the limit is exceeded, the
+//! bound is lowered.
 
 use std::collections::{BinaryHeap, HashMap};
 
@@ -9,19 +10,19 @@ use crate::config::PolicyKind;
 use crate::index::IdHash;
 use crate::types::{CacheSlot, Id};
 
-/// The most members. Their caches and all else then take less than [`MOST_BYTES`].
+/// Maximum number of members. Their caches and all other state then use less than [`MOST_BYTES`].
 pub(super) const MOST_MEMBERS: usize = 16_384;
-/// Bytes of RAM that one measurement takes at most.
+/// Maximum bytes of RAM of one measurement.
 #[cfg(test)]
 pub(super) const MOST_BYTES: usize = 8 << 20;
-/// The members of the sample, and what was measured on them.
+/// The members of the sample, and the results for them.
 #[derive(Debug)]
 pub(super) struct IdSample {
     /// The number of each member.
     members: HashMap<Id, CacheSlot, IdHash>,
     /// The id of each member, by its number.
     ids: Vec<Id>,
-    /// Members by their hash: the highest leaves first.
+    /// Members by their hash: the highest is removed first.
     by_hash: BinaryHeap<(u64, CacheSlot)>,
     /// Numbers that no member has.
     free: Vec<CacheSlot>,
@@ -36,9 +37,9 @@ pub(super) struct IdSample {
 }
 
 impl IdSample {
-    /// For a table whose tiers in RAM have room for `rows` rows.
+    /// Creates the sample of a table whose tiers in RAM fit `rows` rows.
     pub(super) fn new(policy: PolicyKind, rows: u64) -> Self {
-        // With more than this the sample would be full before the RAM is, and where all rows fit in RAM no curve is asked for.
+        // With more members the sample would be full before the RAM is, and if all rows fit in RAM no curve is needed.
         let wanted = MOST_MEMBERS as u64;
         let below = if rows <= wanted { u64::MAX } else { (u64::MAX / rows) * wanted };
         Self {
@@ -60,12 +61,13 @@ impl IdSample {
         self.hash_bound
     }
 
-    /// The share of all ids that are in the sample.
+    /// The fraction of all ids that is in the sample.
     fn rate(&self) -> f64 {
         self.hash_bound as f64 / 2_f64.powi(64)
     }
 
-    /// Note the lookups of a plan, of which so many are births. [`Sample::used`] is told those of sampled ids.
+    /// Records the number of lookups and of new rows of a plan. The uses of sampled ids are passed to
+    /// [`IdSample::used`].
     pub(super) fn looked_up(&mut self, lookups: u64, new_rows: u64) {
         self.totals.lookups += lookups;
         self.totals.new_rows += new_rows;
@@ -73,10 +75,10 @@ impl IdSample {
         self.totals.largest_batch = self.totals.largest_batch.max(lookups);
     }
 
-    /// Note uses of ids that were in the sample when they were looked up: their hashes and ids.
+    /// Records uses of ids that were in the sample at their lookup: their hashes and ids.
     pub(super) fn used(&mut self, uses: &[(u64, Id)]) {
         for &(hash, id) in uses {
-            // The bound may have fallen since.
+            // The bound may have been lowered since.
             if hash < self.hash_bound {
                 self.used_once(hash, id);
             }
@@ -96,7 +98,8 @@ impl IdSample {
         }
     }
 
-    /// The number of an id, and whether this is its first use. `None` where the bound falls below its hash to make room.
+    /// The number of an id, and true if this is its first use. `None` if the bound is lowered below its hash to free a
+    /// number.
     fn member(&mut self, hash: u64, id: Id) -> Option<(CacheSlot, bool)> {
         if let Some(&member) = self.members.get(&id) {
             return Some((member, false));
@@ -118,7 +121,7 @@ impl IdSample {
         Some((member, true))
     }
 
-    /// Lower the bound to the highest hash of the members and of `hash`. A member with this hash leaves.
+    /// Lowers the bound to the highest hash of the members and of `hash`. A member with this hash is removed.
     fn lower(&mut self, hash: u64) {
         self.hash_bound = self.by_hash.peek().map_or(hash, |&(highest, _)| highest.max(hash));
         if self.hash_bound != hash
@@ -138,7 +141,7 @@ impl IdSample {
         }
     }
 
-    /// The curve of the table's policy, and that of `lru` where it is another.
+    /// The curve of the table's policy, and the curve of `lru` if that is another policy.
     pub(super) fn curves(&self) -> Vec<MissRatioCurve> {
         let rate = self.rate();
         let distinct = (self.members.len() as f64 / rate).round() as u64;
@@ -148,7 +151,7 @@ impl IdSample {
         of_policy.into_iter().chain([lru]).collect()
     }
 
-    /// Count from zero on. The caches stay as full as they are.
+    /// Resets the counts. The simulated caches stay as full as they are.
     pub(super) fn reset_counts(&mut self) {
         self.totals = TrafficTotals::default();
         self.distances = DistanceHistogram::default();
@@ -157,10 +160,10 @@ impl IdSample {
         }
     }
 
-    /// Bytes of RAM at most, with all members.
+    /// Maximum bytes of RAM, with all members.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
-        // A map of the standard library has room for an eighth more than it holds, rounded up to a power of two.
+        // A map of the standard library has capacity for an eighth more than its entries, rounded up to a power of two.
         let map = (MOST_MEMBERS * 8 / 7).next_power_of_two() * (size_of::<(Id, CacheSlot)>() + 1);
         let lists = MOST_MEMBERS * (size_of::<Id>() + 2 * size_of::<(u64, CacheSlot)>() + size_of::<CacheSlot>());
         map + lists + self.recency.bytes() + self.caches.as_ref().map_or(0, CacheSimulation::bytes)

@@ -11,7 +11,7 @@ use crate::config::PolicyKind;
 use crate::policy::{ReplacementPolicy, new_policy};
 use crate::types::{CacheSlot, Id};
 
-/// A cache of whole rows, one lookup after the other.
+/// An unsampled cache, with one lookup at a time.
 struct WholeTrace {
     policy: Box<dyn ReplacementPolicy>,
     slots: BTreeMap<Id, CacheSlot>,
@@ -47,7 +47,7 @@ impl WholeTrace {
     }
 }
 
-/// The miss ratio of a cache of `rows` rows over the whole trace.
+/// The miss ratio of a cache of `rows` rows over the entire trace.
 fn miss_ratio(kind: PolicyKind, rows: u64, trace: &[Id]) -> f64 {
     let mut whole = WholeTrace::new(kind, rows as u32);
     trace.iter().filter(|&&id| whole.misses(id)).count() as f64 / trace.len() as f64
@@ -62,7 +62,7 @@ fn feed(sample: &mut IdSample, trace: &[Id]) {
     }
 }
 
-/// Numbers that look random, the same in each run (Marsaglia, "Xorshift RNGs", 2003).
+/// Pseudorandom numbers, the same in each run (Marsaglia, "Xorshift RNGs", 2003).
 struct NumberStream(u64);
 
 impl NumberStream {
@@ -121,7 +121,8 @@ fn where_few_ids_are_in_the_sample_each_curve_is_close() {
                     picked.iter().map(|&&(&rows, ratio)| (miss_ratio(curve.policy, rows, &trace) - ratio).abs());
                 let errors: Vec<f64> = errors.collect();
                 let mean = errors.iter().sum::<f64>() / errors.len() as f64;
-                // Few rows of a cache under `lfu` come and go while traffic drifts, and fewer members cannot stand for them well.
+                // Under `lfu`, few rows of a cache change while traffic drifts, so the few members of the sample
+                // represent them less accurately.
                 let most = if curve.policy == PolicyKind::Lfu { 0.02 } else { 0.01 };
                 assert!(mean < most, "{name} {:?}: {errors:?}", curve.policy);
             }

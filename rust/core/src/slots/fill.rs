@@ -1,11 +1,11 @@
-//! Many rows that come into a tier, or leave it, at once.
+//! Insertion and removal of many rows of a tier.
 
 use super::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};
 
 impl SlotMap {
-    /// Take empty slots of the budget, `requested` or as many as there are, and add them to `taken`. Follow with [`SlotMap::insert_all_new`], or
-    /// with `give_back`.
+    /// Takes up to `requested` empty slots of the budget, and adds them to `taken`. Follow with
+    /// [`SlotMap::insert_all_new`], or with `give_back`.
     pub fn take_many(&mut self, requested: usize, taken: &mut Vec<CacheSlot>) {
         let before = taken.len();
         let all = before + requested.min(self.free_slots() as usize);
@@ -27,8 +27,8 @@ impl SlotMap {
         self.used += (taken.len() - before) as u32;
     }
 
-    /// Take so many empty slots: of the budget, and where these end of the overflow, for whose bytes the caller has made room. Follow as after
-    /// [`SlotMap::take_many`].
+    /// Takes `requested` empty slots: of the budget, then of the overflow, for whose bytes the caller has made space.
+    /// Follow as after [`SlotMap::take_many`].
     pub fn take_with_overflow(&mut self, requested: usize) -> Vec<CacheSlot> {
         let mut taken = Vec::with_capacity(requested);
         self.take_many(requested, &mut taken);
@@ -36,7 +36,8 @@ impl SlotMap {
         taken
     }
 
-    /// Put rows into taken slots, up to the first one whose id the tier has already. `slots` and `ids` are `[n]`. Returns how many were put.
+    /// Puts rows into taken slots, up to the first one whose id the tier has already. `slots` and `ids` are `[n]`.
+    /// Returns the number inserted.
     pub fn insert_all_new(&mut self, slots: &[CacheSlot], ids: &[Id], state: RowState) -> usize {
         let put = self.index.insert_new_batch(ids, slots);
         let (slots, ids) = (&slots[..put], &ids[..put]);
@@ -47,7 +48,7 @@ impl SlotMap {
         put
     }
 
-    /// Take rows out of their slots, none of them to make room, and give the slots back. `slots` and `ids` are `[n]`.
+    /// Removes rows without eviction, and frees their slots. `slots` and `ids` are `[n]`.
     pub fn remove_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
         self.index.remove_batch(ids);
         self.policy.all_removed(slots);
@@ -56,7 +57,7 @@ impl SlotMap {
         }
     }
 
-    /// Take victims out of their slots and give the slots back. `slots` and `ids` are `[n]`.
+    /// Removes victims and frees their slots. `slots` and `ids` are `[n]`.
     pub fn remove_victims(&mut self, slots: &[CacheSlot], ids: &[Id]) {
         self.index.remove_batch(ids);
         for &slot in slots {

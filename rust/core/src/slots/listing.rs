@@ -1,15 +1,15 @@
-//! Lists of a tier's slots: those that are occupied, those whose rows were modified, those with the newest copies of rows.
+//! Lists of a tier's slots: occupied ones, modified ones, those with the newest copies of rows.
 
 use super::{RowState, SlotMap};
 use crate::types::CacheSlot;
 
-/// How many slots [`SlotMap::modified`] looks at together.
+/// Number of slots that [`SlotMap::modified`] checks together.
 const MARKS_AT_ONCE: usize = 16;
-/// How many slots [`SlotMap::newest_from`] looks at together.
+/// Number of slots that [`SlotMap::newest_from`] checks together.
 const LISTED_AT_ONCE: usize = 1024;
 
 impl SlotMap {
-    /// Occupied slots whose rows are marked [`RowState::MODIFIED`], lowest first.
+    /// Returns the occupied slots whose rows are marked [`RowState::MODIFIED`], in ascending order.
     pub fn modified(&self) -> impl Iterator<Item = CacheSlot> + '_ {
         let marked = |state: &RowState| state.has(RowState::MODIFIED) && state.has(RowState::OCCUPIED);
         let any = |block: &[RowState; MARKS_AT_ONCE]| block.iter().fold(0, |bits, state| bits | state.0);
@@ -26,14 +26,14 @@ impl SlotMap {
             .filter(move |&slot| marked(&self.states[slot as usize]))
     }
 
-    /// Append to `found` the slots of rows whose newest copy is here, lowest first, from slot `from` on, until `found` has `most`. Returns
-    /// the slot after the last one that was looked at.
+    /// Appends to `found` the slots with the newest copies of rows, in ascending order from slot `from` on, until
+    /// `found` has `most`. Returns the slot after the last checked one.
     pub fn newest_from(&self, from: CacheSlot, most: usize, found: &mut Vec<CacheSlot>) -> CacheSlot {
         let mut next = from;
         while let Some(states) = self.states.get(next as usize..).filter(|states| !states.is_empty())
             && found.len() < most
         {
-            // Every slot is stored, and the end moves on only if it counts: so there is no branch for the processor to guess wrong.
+            // Every slot is stored, and the end advances only if it counts: so there is no unpredictable branch.
             let states = &states[..states.len().min(most - found.len()).min(LISTED_AT_ONCE)];
             let mut end = found.len();
             found.resize(end + states.len(), 0);
@@ -47,7 +47,7 @@ impl SlotMap {
         next
     }
 
-    /// Occupied slots from slot `from` on, lowest first.
+    /// Returns the occupied slots from slot `from` on, in ascending order.
     pub fn occupied_from(&self, from: CacheSlot) -> impl Iterator<Item = CacheSlot> + '_ {
         let states = self.states.get(from as usize..).unwrap_or_default();
         (from..).zip(states).filter(|(_, state)| state.has(RowState::OCCUPIED)).map(|(slot, _)| slot)

@@ -1,9 +1,8 @@
-//! The slots of the host tier or of the device tier: which row is in which slot, what state the row is in, which plans use it, and
-//! which row leaves first.
+//! The slots of the host tier or of the device tier: the row in each slot, its state, its pins, and the eviction order.
 //!
-//! A [`SlotMap`] knows no bytes of rows. The host tier keeps an arena beside it, and the device tier keeps headers. It is used under the
-//! lock of its table. Slots `0..capacity` are the budget of the tier. Slots from `capacity` on are overflow: they are taken only for a
-//! working set that does not fit the budget.
+//! A [`SlotMap`] does not store the contents of rows. The host tier has an arena for them, and the device tier has
+//! headers. It is used under the lock of its table. Slots `0..capacity` are the budget of the tier. Slots from
+//! `capacity` on are overflow: they are taken only for a working set that does not fit the budget.
 
 mod fill;
 mod groups;
@@ -26,42 +25,43 @@ use crate::policy::{ReplacementPolicy, new_policy};
 use crate::prefetch::prefetch;
 use crate::types::{CacheSlot, Id};
 
-/// The slots of one tier. The module's documentation says what that is.
+/// The slots of one tier; see the module's documentation.
 #[derive(Debug)]
 pub struct SlotMap {
     index: SlotIndex,
     states: Vec<RowState>,
-    /// How many slots have a state with a bit of `RowState::UNSETTLED`.
+    /// Number of slots whose state has a bit of `RowState::UNSETTLED`.
     unsettled: u32,
     pins: PinTable,
-    /// Groups of pins that `pins` does not count yet. They are counted before anybody looks at the pins of a single slot or takes one
-    /// back.
+    /// Groups of pins that `pins` does not count yet. They are counted before the pins of a single slot are read or
+    /// released.
     groups: Vec<(PinGroup, Arc<Vec<CacheSlot>>)>,
     next_group: u64,
     policy: Box<dyn ReplacementPolicy>,
     /// Empty slots that were used before.
     free: Vec<CacheSlot>,
-    /// Empty slots above the limit. They are free again when the limit rises.
+    /// Empty slots above the limit. They become free when the limit rises.
     parked: Vec<CacheSlot>,
     /// The lowest slot of the budget that was never used.
     next_fresh: CacheSlot,
     capacity: u32,
     limit: u32,
-    /// How many slots of the budget are taken.
+    /// Number of taken slots of the budget.
     used: u32,
     free_overflow: Vec<CacheSlot>,
     overflow_used: u32,
-    /// How many slots have a pin that `pins` counts.
+    /// Number of slots with a pin that `pins` counts.
     pinned: u32,
 }
 
 impl SlotMap {
-    /// A tier of `capacity` slots, all empty.
+    /// Creates a tier of `capacity` slots, all empty.
     pub fn new(capacity: u32, policy: PolicyKind) -> Self {
         Self::growing(capacity, capacity, policy)
     }
 
-    /// A tier of `capacity` slots, all empty, of which only the first `limit` may be used now. Its index and its policy are sized for these.
+    /// Creates a tier of `capacity` slots, all empty, of which only the first `limit` are usable. Its index and its
+    /// policy are sized for `limit` slots.
     pub fn growing(capacity: u32, limit: u32, policy: PolicyKind) -> Self {
         Self {
             index: SlotIndex::new(limit as usize),
@@ -83,114 +83,115 @@ impl SlotMap {
         }
     }
 
-    /// Bytes of RAM that a slot costs: its index entry, state, pins, place in the free list, and what the policy keeps of it.
+    /// Bytes of RAM per slot: its index entry, state, pins, place in the free list, and the policy's entry.
     pub fn bytes_per_slot(policy: PolicyKind) -> usize {
         SlotIndex::bytes_per_entry() + size_of::<RowState>() + 4 + 4 + new_policy(policy, 0).bytes_per_slot()
     }
 
-    /// How many slots the budget has.
+    /// Number of slots of the budget.
     pub fn capacity(&self) -> u32 {
         self.capacity
     }
 
-    /// How many slots of the budget may be used now. It is at most `capacity`.
+    /// Number of usable slots of the budget, at most `capacity`.
     pub fn limit(&self) -> u32 {
         self.limit
     }
 
-    /// Change how many slots may be used. Rows in slots above the limit stay until somebody moves them.
+    /// Changes the number of usable slots. Rows in slots above the limit stay until the caller moves them.
     pub fn set_limit(&mut self, limit: u32) {
         self.limit = limit.min(self.capacity);
         let limit = self.limit;
         self.free.extend(self.parked.extract_if(.., |slot| *slot < limit));
     }
 
-    /// How many slots of the budget are taken.
+    /// Number of taken slots of the budget.
     pub fn used(&self) -> u32 {
         self.used
     }
 
-    /// How many overflow slots are taken.
+    /// Number of taken overflow slots.
     pub fn overflow_used(&self) -> u32 {
         self.overflow_used
     }
 
-    /// How many slots have at least one pin.
+    /// Number of slots with at least one pin.
     pub fn pinned(&mut self) -> u32 {
         self.count_groups();
         self.pinned
     }
 
-    /// At most how many slots have a pin. A slot that several groups have pinned counts once for each.
+    /// Upper bound of the number of slots with a pin. A slot pinned by several groups counts once for each.
     pub fn most_pinned(&self) -> u64 {
         u64::from(self.pinned) + self.groups.iter().map(|(_, slots)| slots.len() as u64).sum::<u64>()
     }
 
-    /// The slot after the highest one that was ever taken, of the overflow too while there is any.
+    /// The slot after the highest one that was ever taken, including the overflow while it is in use.
     pub fn high_water(&self) -> u32 {
         self.states.len() as u32
     }
 
-    /// The slot of an id; `NO_SLOT` where the tier does not have it.
+    /// Returns the slot of an id; `NO_SLOT` if the tier does not have it.
     pub fn get(&self, id: Id) -> CacheSlot {
         self.index.get(id)
     }
 
-    /// The index by which ids find their slots, for those who look for many of them.
+    /// Returns the index from ids to slots, for lookups of many ids.
     pub fn index(&self) -> &SlotIndex {
         &self.index
     }
 
-    /// The state of the row in a slot; no bits where the slot is empty.
+    /// Returns the state of the row in a slot; no bits if the slot is empty.
     pub fn state(&self, slot: CacheSlot) -> RowState {
         self.states.get(slot as usize).copied().unwrap_or_default()
     }
 
-    /// The states of some slots, from the first of them to the last that exists.
+    /// Returns the states of some slots, from the first of them to the last that exists.
     pub fn states(&self, slots: Range<CacheSlot>) -> &[RowState] {
         let end = (slots.end as usize).min(self.states.len());
         &self.states[(slots.start as usize).min(end)..end]
     }
 
-    /// Replace the state of an occupied slot.
+    /// Replaces the state of an occupied slot.
     pub fn set_state(&mut self, slot: CacheSlot, state: RowState) {
         let before = std::mem::replace(&mut self.states[slot as usize], state);
         self.unsettled += u32::from(state.has(RowState::UNSETTLED));
         self.unsettled -= u32::from(before.has(RowState::UNSETTLED));
     }
 
-    /// Set bits of the state of an occupied slot.
+    /// Sets bits of the state of an occupied slot.
     pub fn mark(&mut self, slot: CacheSlot, bits: RowState) {
         self.set_state(slot, self.states[slot as usize].with(bits));
     }
 
-    /// Clear bits of the state of an occupied slot.
+    /// Clears bits of the state of an occupied slot.
     pub fn unmark(&mut self, slot: CacheSlot, bits: RowState) {
         self.set_state(slot, self.states[slot as usize].without(bits));
     }
 
-    /// Whether every row is born, current, and was read without an error. A plan need not look at states then.
+    /// Returns true if every row is inserted, current, and was read without an error. A plan need not check states
+    /// then.
     pub fn all_settled(&self) -> bool {
         self.unsettled == 0
     }
 
-    /// Fetch the state and the pins of a slot into the processor's cache. The slot need not exist.
+    /// Prefetches the state and the pins of a slot into the CPU cache. The slot need not exist.
     #[inline]
     pub fn prefetch(&self, slot: CacheSlot) {
         self.prefetch_state(slot);
         self.pins.prefetch(slot);
     }
 
-    /// Fetch the state of a slot into the processor's cache. The slot need not exist.
+    /// Prefetches the state of a slot into the CPU cache. The slot need not exist.
     #[inline]
     pub fn prefetch_state(&self, slot: CacheSlot) {
         prefetch(&self.states, slot as usize);
     }
 
-    /// Pin a slot, which protects its row from eviction.
+    /// Pins a slot, which protects its row from eviction.
     ///
     /// # Panics
-    /// When the slot is being evicted.
+    /// If the slot is being evicted.
     pub fn pin(&mut self, slot: CacheSlot) {
         if !self.pins.is_pinned(slot) {
             self.pinned += 1;
@@ -198,7 +199,7 @@ impl SlotMap {
         assert!(self.pins.pin(slot), "slot {slot} is pinned while it is evicted");
     }
 
-    /// Take one pin back. True says that it was the last one of the slot.
+    /// Releases one pin. Returns true if it was the last one of the slot.
     pub fn unpin(&mut self, slot: CacheSlot) -> bool {
         self.count_groups();
         let last = self.pins.unpin(slot);
@@ -208,23 +209,23 @@ impl SlotMap {
         last
     }
 
-    /// Whether a plan uses the slot.
+    /// Returns true if a plan uses the slot.
     pub fn is_pinned(&mut self, slot: CacheSlot) -> bool {
         self.count_groups();
         self.pins.is_pinned(slot)
     }
 
-    /// Tell the policy that a plan used these rows.
+    /// Reports to the policy that a plan used these rows.
     pub fn accessed(&mut self, slots: &[CacheSlot]) {
         self.policy.accessed(slots);
     }
 
-    /// How many slots of the budget can be taken without evicting a row.
+    /// Number of slots of the budget that can be taken without evicting a row.
     pub fn free_slots(&self) -> u32 {
         self.limit.saturating_sub(self.used)
     }
 
-    /// Take an empty slot of the budget, if there is one. Follow with `insert`, or with `give_back`.
+    /// Takes an empty slot of the budget, if there is one. Follow with `insert`, or with `give_back`.
     pub fn take(&mut self) -> Option<CacheSlot> {
         if self.used >= self.limit {
             return None;
@@ -246,7 +247,7 @@ impl SlotMap {
         Some(slot)
     }
 
-    /// Take an overflow slot. The caller has made room for its bytes.
+    /// Takes an overflow slot. The caller has made space for its bytes.
     pub fn take_overflow(&mut self) -> CacheSlot {
         let slot = self.free_overflow.pop().unwrap_or_else(|| self.capacity + self.overflow_used);
         self.overflow_used += 1;
@@ -264,9 +265,9 @@ impl SlotMap {
         }
     }
 
-    /// Ask the system now for the memory of `rows` more rows: in free slots of the budget, and past those in the overflow.
+    /// Allocates memory for `rows` more rows: in free slots of the budget, and beyond those in the overflow.
     ///
-    /// Errors: `Memory` where the system refuses. Nothing has changed then.
+    /// Errors: `Memory` if the allocation fails. Nothing has changed then.
     pub fn reserve(&mut self, rows: u32) -> Result<()> {
         let past = rows.saturating_sub(self.free_slots());
         let fresh = self.next_fresh.saturating_add(rows).min(self.capacity);
@@ -278,7 +279,7 @@ impl SlotMap {
             .try_reserve(slots - self.states.len())
             .and_then(|()| self.pins.reserve(slots))
             .and_then(|()| self.policy.reserve(slots))
-            // Every slot can be given back without asking for memory.
+            // Every slot can be freed without allocating memory.
             .and_then(|()| self.free.try_reserve(fresh as usize - (fresh as usize).min(self.free.len())))
             .and_then(|()| {
                 self.free_overflow
@@ -287,7 +288,7 @@ impl SlotMap {
             .map_err(|_| memory::refused_error("keep track of rows", slots * size_of::<u64>()))
     }
 
-    /// Give a taken slot back, empty.
+    /// Frees a taken slot, which becomes empty.
     #[inline]
     pub fn give_back(&mut self, slot: CacheSlot) {
         self.set_state(slot, RowState::default());
@@ -305,21 +306,21 @@ impl SlotMap {
         }
     }
 
-    /// Put a row into a taken slot.
+    /// Puts a row into a taken slot.
     pub fn insert(&mut self, slot: CacheSlot, id: Id, state: RowState) {
         self.set_state(slot, state.with(RowState::OCCUPIED));
         self.index.insert(id, slot);
         self.policy.inserted(slot, id);
     }
 
-    /// Take a row out of its slot and give the slot back. `evicted` tells the policy whether the row left to make room.
+    /// Removes a row and frees its slot. `evicted` is true if the row left to free space; it is passed to the policy.
     pub fn remove(&mut self, slot: CacheSlot, id: Id, evicted: bool) {
         self.index.remove(id);
         self.policy.removed(slot, id, evicted);
         self.give_back(slot);
     }
 
-    /// Move a row with its state to a taken slot, and give its old slot back. Neither slot may be pinned.
+    /// Moves a row with its state to a taken slot, and frees its old slot. Neither slot may be pinned.
     pub fn relocate(&mut self, from: CacheSlot, to: CacheSlot, id: Id) {
         let state = self.state(from);
         self.index.replace(id, to);
@@ -329,11 +330,11 @@ impl SlotMap {
         self.set_state(to, state);
     }
 
-    /// The rows to evict next, `requested` of them or as many as there are, which the policy has forgotten already. Follow with `remove_victims`, or
-    /// with `spare` to keep a row. `prefetch` starts to load what `id_of` will look at.
+    /// Returns the rows to evict next, up to `requested`, which the policy has forgotten already. Follow with
+    /// `remove_victims`, or with `keep_victim` to keep a row. `prefetch` loads the data that `id_of` will read.
     ///
     /// # Panics
-    /// When the policy proposes a slot that it was told is in use.
+    /// If the policy proposes a slot that is in use.
     pub fn victims(
         &mut self,
         requested: usize,
@@ -356,23 +357,23 @@ impl SlotMap {
         slots
     }
 
-    /// Make a row of the caller's choice a victim. Follow as after `victims`.
+    /// Makes a row chosen by the caller a victim. Follow as after `victims`.
     ///
     /// # Panics
-    /// When the slot is pinned.
+    /// If the slot is pinned.
     pub fn claim_victim(&mut self, slot: CacheSlot, id: Id) {
         self.count_groups();
         assert!(self.pins.try_claim(slot), "slot {slot} is in use and cannot be evicted");
         self.policy.removed(slot, id, true);
     }
 
-    /// Keep a victim after all.
+    /// Keeps a victim.
     pub fn keep_victim(&mut self, slot: CacheSlot, id: Id) {
         self.pins.unclaim(slot);
         self.policy.inserted(slot, id);
     }
 
-    /// Take [`RowState::MODIFIED`] off every row.
+    /// Clears [`RowState::MODIFIED`] of every row.
     pub fn clear_marks(&mut self) {
         for state in &mut self.states {
             *state = state.without(RowState::MODIFIED);

@@ -1,12 +1,12 @@
-//! Pins: how many plans use each slot.
+//! Pins: the number of plans that use each slot.
 //!
 //! A slot has no pins, has `n` pins, or is claimed by one evictor.
 //!
-//! 1. A planner pins the slot before it uses the row, and unpins it when the batch is over, on any thread.
-//! 2. An evictor claims the slot before it takes the row out, and unclaims it when another row may be put in.
+//! 1. A planner pins the slot before it uses the row, and unpins it at the end of the batch, on any thread.
+//! 2. An evictor claims the slot before it removes the row, and unclaims it when another row may be inserted.
 //!
-//! When a planner and an evictor want the same slot, one of them wins: `pin` and `try_claim` say who. What was written under a pin is
-//! seen under the claim that follows, and the other way round.
+//! If a planner and an evictor compete for a slot, one of them wins, as the results of `pin` and `try_claim` show.
+//! Writes under a pin are visible under the claim that follows, and vice versa.
 
 use std::collections::TryReserveError;
 
@@ -15,45 +15,45 @@ use crate::types::CacheSlot;
 
 const CLAIMED: u32 = u32::MAX;
 
-/// The pins of the slots of a tier. Slots appear by [`PinTable::grow`] and stay.
+/// The pins of the slots of a tier. [`PinTable::grow`] adds slots, and none is removed.
 #[derive(Debug, Default)]
 pub struct PinTable {
     states: Vec<AtomicU32>,
 }
 
 impl PinTable {
-    /// A table of `slots` slots without pins.
+    /// Creates a table of `slots` slots without pins.
     pub fn new(slots: usize) -> Self {
         let mut table = Self::default();
         table.grow(slots);
         table
     }
 
-    /// How many slots there are.
+    /// Number of slots.
     pub fn len(&self) -> usize {
         self.states.len()
     }
 
-    /// Whether there are no slots.
+    /// True if there are no slots.
     pub fn is_empty(&self) -> bool {
         self.states.is_empty()
     }
 
-    /// Make sure that there are at least `slots` slots. New ones have no pins.
+    /// Makes sure that there are at least `slots` slots. New ones have no pins.
     pub fn grow(&mut self, slots: usize) {
         let slots = slots.max(self.states.len());
         self.states.resize_with(slots, || AtomicU32::new(0));
     }
 
-    /// Ask the system now for the memory of `slots` slots.
+    /// Allocates memory for `slots` slots.
     pub fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
         self.states.try_reserve(slots.saturating_sub(self.states.len()))
     }
 
-    /// Add a pin. False says that the slot is claimed and was not pinned.
+    /// Adds a pin. Returns false if the slot is claimed; it is not pinned then.
     ///
     /// # Panics
-    /// When the slot has 2³² − 2 pins.
+    /// If the slot has 2³² − 2 pins.
     #[must_use]
     pub fn pin(&self, slot: CacheSlot) -> bool {
         let state = &self.states[slot as usize];
@@ -68,10 +68,10 @@ impl PinTable {
         false
     }
 
-    /// Take a pin away. True says that it was the last one of the slot.
+    /// Removes a pin. Returns true if it was the last one of the slot.
     ///
     /// # Panics
-    /// When the slot has no pin.
+    /// If the slot has no pin.
     pub fn unpin(&self, slot: CacheSlot) -> bool {
         let fewer = |pins: u32| (pins != 0 && pins != CLAIMED).then(|| pins - 1);
         let before = self.states[slot as usize].fetch_update(Ordering::AcqRel, Ordering::Relaxed, fewer);
@@ -79,28 +79,28 @@ impl PinTable {
         before == Ok(1)
     }
 
-    /// Claim a slot. False says that it has pins, or is claimed already.
+    /// Claims a slot. Returns false if it has pins, or is claimed already.
     #[must_use]
     pub fn try_claim(&self, slot: CacheSlot) -> bool {
         self.states[slot as usize].compare_exchange(0, CLAIMED, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
-    /// Give a claimed slot back.
+    /// Releases a claimed slot.
     ///
     /// # Panics
-    /// When it is not claimed.
+    /// If it is not claimed.
     pub fn unclaim(&self, slot: CacheSlot) {
         let before = self.states[slot as usize].swap(0, Ordering::Release);
         assert!(before == CLAIMED, "slot {slot} is not claimed");
     }
 
-    /// Fetch the slot's pins into the processor's cache. The slot need not exist.
+    /// Prefetches the slot's pins into the CPU cache. The slot need not exist.
     #[inline]
     pub(crate) fn prefetch(&self, slot: CacheSlot) {
         crate::prefetch::prefetch(&self.states, slot as usize);
     }
 
-    /// Whether the slot has pins now.
+    /// Returns true if the slot has pins.
     pub fn is_pinned(&self, slot: CacheSlot) -> bool {
         !matches!(self.states[slot as usize].load(Ordering::Acquire), 0 | CLAIMED)
     }

@@ -62,7 +62,7 @@ fn rows_that_come_in_together_come_in_as_one_by_one() {
                 let slot = slots.take().expect("an empty slot");
                 slots.insert(slot, id, RowState::DIRTY);
             }
-            // Some of the slots that are free again are above the limit.
+            // Some of the free slots are above the limit.
             (0..80).step_by(3).for_each(|slot| slots.remove(slot as CacheSlot, slot, false));
             slots.set_limit(70);
             slots
@@ -122,7 +122,7 @@ fn victims_that_are_chosen_together_are_those_that_come_one_by_one() {
         };
         let left = leave(&mut together, true);
         assert_eq!((left.len(), &left), (60, &leave(&mut one_by_one, false)), "{policy:?}");
-        // Some come back: a policy that remembers them puts them elsewhere than new ones.
+        // Some are inserted again: a policy that remembers them puts them elsewhere than new ones.
         let orders = [&mut one_by_one, &mut together].map(|slots| {
             for &id in left[..30].iter().chain(&[500, 501]) {
                 let slot = slots.take().expect("an empty slot");

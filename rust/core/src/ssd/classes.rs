@@ -1,34 +1,35 @@
-//! Decides which rows lie together: those that are expected to be rewritten at about the same rate.
+//! Assigns rows to hotness groups: rows that are expected to be rewritten at about the same rate share segments.
 //!
-//! A segment whose records die together costs compaction little: it waits until most of them are dead, or it is left alone. A segment has a
-//! class, and a row's class is that of the segment it lies in, so that no byte is kept for each row. Class `c` is for rows that are
-//! rewritten once in `2^(c - INITIAL_CLASS)` times as many writes as the tier has rows.
+//! A segment whose records become dead together costs compaction little: compaction waits until most of them are dead,
+//! or leaves the segment alone. A segment has a group, and a row's group is that of its segment, so no byte per row is
+//! needed. Group `c` is for rows that are rewritten once per `2^(c - INITIAL_CLASS) * n` writes, where `n` is the
+//! number of rows in the tier.
 //!
-//! - A rewritten row moves from its class towards the class of the interval that was seen, by exponential smoothing. Only whole steps
-//!   between classes can be kept, so a fraction of a step is made in that share of the calls.
-//! - A row that compaction meets long after it should have been rewritten moves to the next class.
-//! - Rows that were written together before, and are again, are used together. They take fewer reads where they lie together. So they, and
-//!   the rows between them, go to one class.
+//! - A rewritten row moves from its group towards the group of the observed interval, by exponential smoothing. Only
+//!   whole steps between groups can be stored, so a fraction of a step is taken in that fraction of the calls.
+//! - A row that compaction finds long after its expected rewrite moves to the next group.
+//! - Rows that were written together twice are used together. They take fewer reads if they are stored next to each
+//!   other. So they, and the rows between them, go to one group.
 //!
-//! Intervals predict the next rewrite: Wang et al., Separating data via block invalidation time inference for write amplification reduction
-//! in log-structured storage, FAST 2022.
+//! Intervals predict the next rewrite: Wang et al., Separating data via block invalidation time inference for write
+//! amplification reduction in log-structured storage, FAST 2022.
 
 use crate::ssd::index::RecordLocation;
 
-/// The most classes that a tier has.
+/// Maximum number of hotness groups of a tier.
 pub(crate) const MAX_HOTNESS_CLASSES: u8 = 4;
-/// The class of a row of which nothing is known.
+/// Hotness group of a row without history.
 const INITIAL_CLASS: u8 = 1;
-/// The expected class changes by a quarter of its difference from the class that was seen.
+/// The expected group moves a quarter of the way to the observed group.
 const SMOOTHING: f32 = 0.25;
-/// Two rows of a call are neighbours where their positions in it differ by at most 8.
+/// Two rows of a call are neighbours if their positions in it differ by at most 8.
 const NEIGHBOURS: usize = 8;
-/// Two rows were neighbours before where their older versions are in one segment, at most 32 records apart.
+/// Two rows were neighbours before if their older versions are in one segment, at most 32 records apart.
 const NEIGHBOUR_RECORDS: u32 = 32;
-/// A row stays in its class until twice the class's interval has passed.
+/// A row stays in its group until twice the group's interval has passed.
 const PATIENCE: f64 = 2.0;
 
-/// The classes of one tier: numbers below `count`, which is 2 to [`MAX_HOTNESS_CLASSES`].
+/// The hotness groups of one tier: numbers below `count`, which is 2 to [`MAX_HOTNESS_CLASSES`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HotnessClasses {
     pub(crate) count: u8,
@@ -37,13 +38,14 @@ pub(crate) struct HotnessClasses {
 }
 
 impl HotnessClasses {
-    /// The class of a row that the tier did not have.
+    /// Hotness group of a row that is new to the tier.
     pub(crate) fn for_new_row() -> u8 {
         INITIAL_CLASS
     }
 
-    /// The class of a row that is written again `interval` writes after its older version, which was in `hotness`. Where the step is not
-    /// whole, `dither`, from 0 to 1, decides. It is the same for rows that are written together, so that they stay together.
+    /// Hotness group of a row that is written again `interval` writes after its older version, which was in `hotness`.
+    /// `dither`, from 0 to 1, rounds a fractional step. It is the same for rows that are written together, so that they
+    /// stay together.
     #[inline]
     pub(crate) fn after_rewrite(self, hotness: u8, interval: u64, dither: f32) -> u8 {
         let relative = (interval.max(1) as f32 / self.rows.max(1) as f32).log2();
@@ -52,7 +54,7 @@ impl HotnessClasses {
         ((expected + dither) as u8).min(self.count - 1)
     }
 
-    /// The class of a row of `hotness` that is still alive `age` writes after its own.
+    /// Hotness group of a row of group `hotness` that is still live `age` writes after its own.
     #[inline]
     pub(crate) fn after_move(self, hotness: u8, age: u64) -> u8 {
         let interval = self.rows as f64 * f64::from(i32::from(hotness) - i32::from(INITIAL_CLASS)).exp2();
@@ -60,10 +62,11 @@ impl HotnessClasses {
     }
 }
 
-/// Find the neighbours among the rows of a call that were neighbours before, by where their `older` versions lie. Give them, and the rows
-/// between them, the median of their classes.
+/// Finds the rows of a call that are neighbours in it and were neighbours before, by the locations of their `older`
+/// versions. Assigns to them, and to the rows between them, the median of their hotness groups.
 pub(crate) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<RecordLocation>]) {
-    // Rows are near each other where these numbers are: a segment has fewer records than 2³². A row without an older version is near none.
+    // Rows are near each other if these numbers are: a segment has fewer than 2³² records. A row without an older
+    // version is near none.
     let far = NEIGHBOUR_RECORDS as usize + 1;
     let place = |(at, older): (usize, &Option<RecordLocation>)| match older {
         Some(older) => u64::from(older.segment) << 32 | u64::from(older.record),
@@ -79,7 +82,7 @@ pub(crate) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Recor
         let (mut last, mut at) = (first, first);
         while at <= last {
             let ahead = &places[..(at + NEIGHBOURS + 1).min(places.len())];
-            // Rows that are joined already need not be looked at again.
+            // Rows that are already joined are skipped.
             let ahead = &ahead[last.max(at) + 1..];
             let is_near = |place: &u64| place.abs_diff(places[at]) <= u64::from(NEIGHBOUR_RECORDS);
             if ahead.iter().fold(false, |any, place| any | is_near(place)) {
@@ -102,7 +105,8 @@ pub(crate) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Recor
     }
 }
 
-/// Whether the first of these places has no neighbour among those that follow. Nearly always it has none, which is seen without branches.
+/// True if the first of `places` has no neighbour among the following. This is nearly always so, and is decided without
+/// branches.
 #[inline]
 fn has_no_neighbour_ahead(places: &[u64]) -> bool {
     let Some((place, ahead)) = places.split_first() else { return true };
@@ -118,7 +122,7 @@ mod tests {
 
     const CLASSES: HotnessClasses = HotnessClasses { count: MAX_HOTNESS_CLASSES, rows: 1000 };
 
-    /// The share of calls that send a row to each class, where dithers are spread evenly.
+    /// Fraction of calls that send a row to each group, for evenly distributed dithers.
     fn shares(hotness: u8, interval: u64) -> [f32; MAX_HOTNESS_CLASSES as usize] {
         let mut shares = [0.0; MAX_HOTNESS_CLASSES as usize];
         for dither in 0..100 {
@@ -156,13 +160,13 @@ mod tests {
     #[test]
     fn rows_rewritten_together_share_a_class() {
         let at = |segment, record| Some(RecordLocation { segment, record });
-        // First two of a group, one between them, and another of the group. Then rows that nothing links. Then two far apart in one
-        // segment.
+        // First two of a cluster, one between them, and another of the cluster. Then rows that nothing links. Then two
+        // far apart in one segment.
         let older = [at(1, 10), at(2, 7), at(1, 12), at(1, 30), None, at(3, 1), at(4, 0), at(4, 1000)];
         let mut classes = [0, 3, 0, 1, 1, 2, 0, 3];
         keep_neighbours_together(&mut classes, &older);
         assert_eq!(classes, [0, 0, 0, 0, 1, 2, 0, 3]);
-        // Links that overlap join. A neighbour too many rows later does not.
+        // Overlapping links join. A neighbour too many rows later does not.
         let older = [at(1, 0), at(2, 0), at(1, 5), at(2, 5), None, None, None, None, None, None, None, None, at(2, 6)];
         let mut classes = [1, 2, 3, 2, 0, 0, 0, 0, 0, 0, 0, 0, 3];
         keep_neighbours_together(&mut classes, &older);

@@ -1,8 +1,8 @@
-//! Whose rows a tier holds, and what a published state remembers of its table.
+//! The table shard that a tier belongs to, and the table's counters in a published state.
 
 use crate::config::TableConfig;
 
-/// The table shard that a tier's files belong to. A published state keeps it, and a resume compares it.
+/// The table shard that a tier's files belong to. A published state contains it, and a resume compares it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShardIdentity {
@@ -14,11 +14,11 @@ pub struct ShardIdentity {
     pub dim: u64,
     /// Optimizer name.
     pub optimizer: String,
-    /// Seed of births.
+    /// Seed of the initial values of new rows.
     pub seed: u64,
     /// Rendering of the initializer.
     pub initializer: String,
-    /// Buckets of the table.
+    /// Number of buckets of the table.
     pub total_num_buckets: u32,
     /// First bucket of this shard.
     pub bucket_begin: u32,
@@ -27,7 +27,7 @@ pub struct ShardIdentity {
 }
 
 impl ShardIdentity {
-    /// The identity of the table that `config` describes.
+    /// Returns the identity of the table that `config` describes.
     pub fn of(config: &TableConfig) -> Self {
         Self {
             table: config.name.clone(),
@@ -43,7 +43,7 @@ impl ShardIdentity {
     }
 }
 
-/// The table's counters that a published state keeps.
+/// The table's counters in a published state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StateCounters {

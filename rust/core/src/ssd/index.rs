@@ -1,22 +1,22 @@
-//! The index of the SSD tier. It finds the location of an id, takes about ten bytes an id, and keeps no ids.
+//! The index of the SSD tier. It maps an id to its location in about ten bytes per id, and does not store the ids.
 //!
-//! An id is known by its *print*: the first bits of its hash, which pick a sub-table, and its *tag*, bits of another hash that depends on a
-//! secret of the index, so that nobody can choose ids whose tags meet or lie side by side. An entry is 8 bytes: the tag (24 bits) and the
-//! location (40 bits).
+//! The index identifies an id by its *fingerprint*: the first bits of its hash, which select a sub-table, and its
+//! *tag*, bits of another hash. That hash depends on a secret of the index, so that ids with equal or adjacent tags
+//! cannot be chosen. An entry is 8 bytes: the tag (24 bits) and the location (40 bits).
 //!
-//! The tag alone gives the entry's home, `tag * homes / 2^tag_bits`, which keeps the order of tags at any size. So a sub-table is the
-//! sorted list of its tags with gaps (ordered linear probing; Amble and Knuth 1974). It grows without the ids, and a search ends at the
-//! first tag that is not smaller.
+//! The tag determines the entry's home slot, `tag * homes / 2^tag_bits`, which preserves the order of tags at any size.
+//! So a sub-table is the sorted list of its tags with gaps (ordered linear probing; Amble and Knuth 1974). It grows
+//! without the ids, and a search ends at the first tag that is not smaller.
 //!
-//! At most one entry has a given print. An id whose print is taken goes to a small exact map (see `exact`), which is looked at first. So a
-//! search has one candidate at most. For an id that is not in the index it may be another id's with the same print, which whoever reads the
-//! record finds out.
+//! A fingerprint has at most one entry. An id whose fingerprint is taken goes to a small exact map (see `exact`), which
+//! is searched first. So a search has at most one candidate. For an absent id the candidate may be another id with the
+//! same fingerprint; the reader of the record detects that.
 //!
-//! Sub-tables grow by `GROWTH` when `MAX_LOAD` is reached, each at its own counts, so that neither the bytes nor the time of growing
-//! come all at once. They live in pages of one pool, so that growing leaves no holes in the heap.
+//! Sub-tables grow by `GROWTH` when `MAX_LOAD` is reached, each at different counts, so that neither memory nor time of
+//! growing is spent all at once. They are stored in pages of one pool, so that growing does not fragment the heap.
 //!
-//! With 2³⁴ prints, 3 ids in 100 are in the exact map where there are 10⁹ ids, and 12 in 100 where there are [`TagIndex::MAX_IDS`]. An id
-//! takes at most 12 bytes up to 2 × 10⁹ ids, and 14 at the limit.
+//! With 2³⁴ fingerprints, 3 of 100 ids are in the exact map at 10⁹ ids, and 12 of 100 at [`TagIndex::MAX_IDS`]. An id
+//! uses at most 12 bytes up to 2 × 10⁹ ids, and 14 at the limit.
 
 use exact::ExactMap;
 use pages::{EMPTY, IndexPages, PAGE_ENTRIES};
@@ -25,22 +25,22 @@ use crate::error::Result;
 use crate::prefetch::prefetch;
 use crate::types::{Id, hash_id};
 
-/// Bits of a tag. With 1024 sub-tables an id has one of 2³⁴ prints.
+/// Bits of a tag. With 1024 sub-tables there are 2³⁴ fingerprints.
 pub(crate) const TAG_BITS: u32 = 24;
 
 /// Bits of a location in an entry.
 const LOCATION_BITS: u32 = 40;
 const LOCATION_MASK: u64 = (1 << LOCATION_BITS) - 1;
-/// By how much a sub-table grows at a time.
+/// Factor by which a sub-table grows.
 const GROWTH: f64 = 1.2;
-/// Homes of the smallest sub-table.
+/// Home slots of the smallest sub-table.
 const MIN_HOMES: f64 = 64.0;
-/// A sub-table grows when it has entries for 0.9 of its homes.
+/// A sub-table grows when its entries reach 0.9 of its home slots.
 const MAX_LOAD: f64 = 0.9;
-/// A search asks for the memory of the id that comes 16 searches later.
+/// A search prefetches the memory of the id that follows 16 searches later.
 pub(crate) const PREFETCH_DISTANCE: usize = 16;
 
-/// Finds the location of an id. See the module.
+/// Maps ids to locations. See the module.
 #[derive(Debug)]
 pub struct TagIndex {
     hasher: FingerprintHasher,
@@ -51,7 +51,8 @@ pub struct TagIndex {
     scratch: Vec<u64>,
 }
 
-/// The entries of one sub-table. Position `p` is in `pages[p / PAGE]`. Positions `0..homes` are homes, and those that follow are overhang.
+/// The entries of one sub-table. Position `p` is in `pages[p / PAGE_ENTRIES]`. Positions `0..homes` are home slots, and
+/// those that follow are overflow.
 #[derive(Clone, Debug, Default)]
 struct SubTable {
     homes: u32,
@@ -62,18 +63,19 @@ struct SubTable {
 }
 
 impl TagIndex {
-    /// More ids than these are not to be added: past them the exact map takes too large a share.
+    /// Maximum number of ids. Above it the exact map would hold too large a fraction of them.
     pub const MAX_IDS: u64 = 1 << 32;
 
-    /// An index with 1024 sub-tables and tags of `tag_bits` bits, 1 to 24. With few bits, as in tests, many ids collide.
+    /// Creates an index with 1024 sub-tables and tags of `tag_bits` bits, 1 to 24. With few bits, as in tests, many ids
+    /// collide.
     pub fn new(tag_bits: u32) -> Self {
         Self::with_sub_tables(10, tag_bits)
     }
 
-    /// An index with 2^`sub_table_bits` (at most 16) sub-tables and tags of `tag_bits` (1 to 24) bits.
+    /// Creates an index with 2^`sub_table_bits` (at most 16) sub-tables and tags of `tag_bits` (1 to 24) bits.
     ///
     /// # Panics
-    /// With widths out of these ranges.
+    /// If the widths are out of these ranges.
     pub fn with_sub_tables(sub_table_bits: u32, tag_bits: u32) -> Self {
         assert!(sub_table_bits <= 16 && (1..=24).contains(&tag_bits), "widths out of range");
         Self {
@@ -86,27 +88,27 @@ impl TagIndex {
         }
     }
 
-    /// How it takes prints; a cleared index takes them as before.
+    /// Returns the hasher of its fingerprints. [`TagIndex::clear`] keeps it.
     pub fn fingerprint_hasher(&self) -> FingerprintHasher {
         self.hasher
     }
 
-    /// Ids in the index.
+    /// Number of ids in the index.
     pub fn len(&self) -> usize {
         self.tagged + self.exact.len()
     }
 
-    /// Whether there are none.
+    /// True if the index is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Ids that share their print with another and are kept in full.
+    /// Number of ids in the exact map, whose fingerprints other ids have too.
     pub fn exact_len(&self) -> usize {
         self.exact.len()
     }
 
-    /// Bytes of RAM it takes.
+    /// Bytes of RAM in use.
     pub fn bytes(&self) -> usize {
         size_of::<Self>()
             + self.tables.iter().map(|table| size_of::<SubTable>() + table.pages.capacity() * 4).sum::<usize>()
@@ -115,8 +117,8 @@ impl TagIndex {
             + self.scratch.capacity() * 8
     }
 
-    /// The one location where `id` may be. For an id in the index it is the id's own. For another id it is `None`, or the location of an id
-    /// with the same print.
+    /// Returns the only possible location of `id`. For an id in the index it is the id's own. For another id it is
+    /// `None`, or the location of an id with the same fingerprint.
     #[inline]
     pub fn get(&self, id: Id) -> Option<RecordLocation> {
         if let Some(location) = self.exact.get(id) {
@@ -126,23 +128,23 @@ impl TagIndex {
         self.find(table, tag).ok().map(|(_, entry)| RecordLocation::from_bits(entry))
     }
 
-    /// Ask for the memory of `more` ids to come, so that [`TagIndex::insert`] of them needs no large block.
+    /// Reserves memory for `more` ids, so that [`TagIndex::insert`] of them allocates no large block.
     ///
-    /// Errors: `Kind::Memory`, and nothing has changed.
+    /// Errors: `Kind::Memory`, without any change.
     pub fn reserve(&mut self, more: usize) -> Result<()> {
-        // Each sub-table that an entry comes to may grow by a step, and by the entries themselves.
+        // Each sub-table that receives an entry may grow by a step, and by the entries themselves.
         let grown = 2 * self.tables.len().min(more) + more / (PAGE_ENTRIES / 2) + self.pool.used() / 4;
         self.pool.reserve(grown)?;
-        // Tags depend on a secret, so that an id meets another in its sub-table by chance alone. All ids may be in one sub-table.
+        // Tags depend on a secret, so that ids of a sub-table collide only by chance. All ids may be in one sub-table.
         let pairs = more as u128 * (self.len() + more) as u128;
         let met = (pairs >> self.hasher.tag_bits).min(more as u128) as usize;
         self.exact.reserve(more.min(2 * met + 8))
     }
 
-    /// Add an id that is known to be absent.
+    /// Adds an absent id.
     ///
     /// # Panics
-    /// At a location past 40 bits, and where the system refuses memory that was not reserved.
+    /// If the location needs more than 40 bits, or if memory was not reserved and the allocation fails.
     pub fn insert(&mut self, id: Id, location: RecordLocation) {
         let (table, tag) = self.fingerprint(id);
         match self.find(table, tag) {
@@ -159,7 +161,7 @@ impl TagIndex {
         }
     }
 
-    /// Point an id that is known to be present to another location; the one before.
+    /// Changes the location of a present id. Returns the previous location.
     pub fn replace(&mut self, id: Id, location: RecordLocation) -> Option<RecordLocation> {
         if let Some(place) = self.exact.get_mut(id) {
             return Some(std::mem::replace(place, location));
@@ -170,7 +172,7 @@ impl TagIndex {
         Some(RecordLocation::from_bits(entry))
     }
 
-    /// Remove an id that is known to be present; its location.
+    /// Removes a present id. Returns its location.
     pub fn remove(&mut self, id: Id) -> Option<RecordLocation> {
         if let Some(location) = self.exact.remove(id) {
             return Some(location);
@@ -183,9 +185,10 @@ impl TagIndex {
         Some(RecordLocation::from_bits(entry))
     }
 
-    /// Whether the index points to `location`, where a record of `id` is.
+    /// True if the index maps `id` to `location`, where a record of `id` is stored.
     pub fn is_at(&self, id: Id, location: RecordLocation) -> bool {
-        // An entry that points there is this id's, because the record is. So the exact map is looked at only where there is none.
+        // An entry with this location belongs to this id, because the record does. So the exact map is searched only if
+        // there is no such entry.
         self.is_tagged_at(id, location) || self.exact.get(id) == Some(location)
     }
 
@@ -194,18 +197,18 @@ impl TagIndex {
         self.find(table, tag).is_ok_and(|(_, entry)| RecordLocation::from_bits(entry) == location)
     }
 
-    /// Point `id` to `to` if it is at `from`; whether it was.
+    /// Changes the location of `id` to `to` if it is `from`. Returns true if it was.
     pub fn relocate(&mut self, id: Id, from: RecordLocation, to: RecordLocation) -> bool {
         self.is_at(id, from) && self.replace(id, to).is_some()
     }
 
-    /// Forget everything and give the memory back.
+    /// Removes all ids and frees the memory.
     pub fn clear(&mut self) {
         let (prints, pool) = (self.hasher, self.pool.cleared());
         *self = Self { hasher: prints, pool, ..Self::with_sub_tables(prints.sub_table_bits, prints.tag_bits) };
     }
 
-    /// Hand every location to `sink`, each once, in no particular order.
+    /// Calls `sink` once per location, in unspecified order.
     pub fn visit(&self, sink: &mut dyn FnMut(RecordLocation)) {
         for page in self.tables.iter().flat_map(|table| &table.pages) {
             for &entry in self.pool.page(*page).iter().filter(|entry| **entry != EMPTY) {
@@ -225,7 +228,7 @@ impl TagIndex {
         self.hasher.home(tag, self.tables[table].homes)
     }
 
-    /// Start to load the entry of an id into the processor's cache.
+    /// Prefetches the entry of an id into the CPU cache.
     #[inline]
     pub fn prefetch(&self, id: Id) {
         let (table, tag) = self.fingerprint(id);
@@ -235,7 +238,7 @@ impl TagIndex {
         }
     }
 
-    /// The position of `tag` and its entry; `Err` with the position where it belongs.
+    /// Returns the position of `tag` and its entry, or `Err` with the insert position.
     #[inline]
     fn find(&self, table: usize, tag: u64) -> Result<(usize, u64), usize> {
         let least = tag << LOCATION_BITS;
@@ -255,7 +258,7 @@ impl TagIndex {
         &mut self.pool.page_mut(self.tables[table].pages[at / PAGE_ENTRIES])[at % PAGE_ENTRIES]
     }
 
-    /// Put `entry` at `at`. Entries from there to the next gap move on by one.
+    /// Inserts `entry` at `at`. Entries from there to the next gap shift up by one.
     fn shift_in(&mut self, table: usize, mut at: usize, mut entry: u64) {
         while entry != EMPTY {
             if at / PAGE_ENTRIES == self.tables[table].pages.len() {
@@ -267,7 +270,7 @@ impl TagIndex {
         }
     }
 
-    /// Take out the entry at `at`. Those behind it that are not at home move back by one.
+    /// Removes the entry at `at`. Following entries that are not in their home slots shift down by one.
     fn shift_out(&mut self, table: usize, mut at: usize) {
         loop {
             let next = at + 1;
@@ -284,7 +287,7 @@ impl TagIndex {
         }
     }
 
-    /// Make a sub-table larger by a step.
+    /// Grows a sub-table by a step.
     fn grow(&mut self, table: usize) {
         let mut entries = std::mem::take(&mut self.scratch);
         for &page in &self.tables[table].pages {
@@ -295,7 +298,7 @@ impl TagIndex {
         grown.level += 1;
         (grown.homes, grown.limit) = sub_table_size(table, grown.level);
         self.set_pages(table);
-        // Ascending tags: each entry goes to its home or right behind the one before it.
+        // Tags ascend: each entry goes to its home slot or right after the previous entry.
         let mut at = 0;
         for entry in entries.drain(..) {
             at = at.max(self.home(table, entry >> LOCATION_BITS));
@@ -305,7 +308,7 @@ impl TagIndex {
         self.scratch = entries;
     }
 
-    /// Give a sub-table the pages of its homes.
+    /// Allocates the pages of a sub-table's home slots.
     fn set_pages(&mut self, table: usize) {
         let grown = &mut self.tables[table];
         let pages = (grown.homes as usize).div_ceil(PAGE_ENTRIES);
@@ -316,9 +319,9 @@ impl TagIndex {
     }
 }
 
-/// Homes of a sub-table at a level from 1 on, in its geometric series, and the most entries that it takes then.
+/// Returns the home slots of a sub-table at `level` (from 1), in a geometric series, and its maximum number of entries.
 fn sub_table_size(table: usize, level: u32) -> (u32, u32) {
-    // Multiples of the golden ratio spread the phases evenly for any number of sub-tables.
+    // Multiples of the golden ratio distribute the phases evenly for any number of sub-tables.
     let phase = (table as f64 * 0.618_033_988_749_894_9).fract();
     let size = MIN_HOMES * GROWTH.powf(f64::from(level - 1) + phase);
     (size as u32, (size * MAX_LOAD) as u32)

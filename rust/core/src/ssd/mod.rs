@@ -1,31 +1,34 @@
-//! The SSD tier of one table: append-only segments of records, a compact index in RAM, background writing and compaction.
+//! The SSD tier of one table: append-only segments of records, a compact index in RAM, background writing and
+//! compaction.
 //!
 //! All methods may be called from any thread; the cache calls 1 to 4 under its table's lock:
 //!
-//! 1. `maybe_contains` tells which ids may be here. Its answer may be yes for an id that is not here, which the fetch finds out, and is
-//!    never no for one that is.
-//! 2. `fetch` reads rows in the background, in one batched submission. The [`Fetch`] that it returns is waited for outside any lock.
-//! 3. `append` takes rows that leave RAM, dirty ones only. It copies them into a write buffer and returns. From then on a fetch finds them,
-//!    in the buffer or on disk. It waits only where all buffers wait for the disk, or where there is no room.
-//! 4. `remove` forgets ids, with a tombstone each.
-//! 5. `publish` makes everything appended and removed so far durable as one state, under a token.
+//! 1. `maybe_contains` returns the ids that may be here. It has no false negatives; the fetch detects its false
+//!    positives.
+//! 2. `fetch` reads rows in the background, in one batched submission. Callers wait for the returned [`RowFetch`]
+//!    outside any lock.
+//! 3. `append` accepts rows that are evicted from RAM, dirty ones only. It copies them into a write buffer and returns.
+//!    After it, a fetch finds them in the buffer or on disk. It waits only if all buffers are being written, or if
+//!    there is no free space.
+//! 4. `remove` removes ids, with a tombstone each.
+//! 5. `publish` makes all earlier appends and removals durable as one state with a commit id.
 //!
-//! After a failed write or sync the tier only reads: `append`, `remove` and `publish` return `Kind::ReadOnly` with the first cause.
-//! Everything handed over before can still be fetched, because rows whose write failed stay in their buffers.
+//! After a failed write or sync the tier is read-only: `append`, `remove` and `publish` return `Kind::ReadOnly` with
+//! the first cause. All earlier appends can still be fetched, because rows whose write failed stay in their buffers.
 //!
-//! Where to look, from the bytes up; each folder imports from those before it:
+//! The layers, bottom up; each folder imports only from those above it in this table:
 //!
-//! | folder or file | what it does |
+//! | folder or file | contents |
 //! | --- | --- |
-//! | `index` | says where the newest record of an id is, without the ids |
+//! | `index` | the location of the latest record of an id, without the ids |
 //! | `format` | the bytes on disk |
-//! | `classes`, `room` | decisions without locks or files: which rows lie together, what compaction takes, who gets room |
-//! | `workers`, `directory` | the process's threads; how a directory is held |
+//! | `classes`, `room` | decisions without locks or files: hotness groups, choice of segments to compact, free space |
+//! | `workers`, `directory` | the process's threads; locks of a directory |
 //! | `segment` | files of records, open and sealed, and their write buffers |
 //! | `tier` | the state of one tier and its locks |
-//! | `work` | append, fetch, remove, evict, bury, scan, publish, compact, wait for room |
+//! | `work` | append, fetch, remove, evict, expire, scan, publish, compact, wait for free space |
 //! | `resume` | open a directory, restore a published state, read a linked checkpoint's segments |
-//! | `root` | flushes of several tables |
+//! | `root` | two-phase commit of flushes of several tables |
 
 mod classes;
 mod directory;
@@ -81,11 +84,11 @@ pub struct SsdTier {
 }
 
 impl SsdTier {
-    /// Open or make the tier. Where a published state is resumed, returns that state's counters too.
+    /// Opens or creates the tier. Returns the counters of the published state if it resumes one.
     ///
-    /// Errors: `Config` (the cap is too small), `Path`, `Permission`, `InUse` (names the pid), `Mismatch` (another identity; names the
-    /// field), `State` (the directory is not empty and `reopen` is `Reopen::Never`; nothing was published; the token is not among those
-    /// published), `Corruption`.
+    /// Errors: `Config` (the cap is too small), `Path`, `Permission`, `InUse` (names the pid), `Mismatch` (another
+    /// identity; names the field), `State` (the directory is not empty and `reopen` is `ReopenMode::Never`; nothing is
+    /// published; the commit id is not published), `Corruption`.
     pub fn open(
         config: &SsdConfig,
         identity: &ShardIdentity,
@@ -96,7 +99,8 @@ impl SsdTier {
         Ok((Self { inner }, counters))
     }
 
-    /// Open the tier with the rows of `source`, in place of whatever is in the directory. Its segments are linked there, or copied.
+    /// Opens the tier with the rows of `source`, which replace the contents of the directory. Links the segments, or
+    /// copies them.
     pub fn open_from(
         config: &SsdConfig,
         identity: &ShardIdentity,
@@ -108,41 +112,42 @@ impl SsdTier {
         Ok(Self { inner })
     }
 
-    /// Tokens of the states in a directory, oldest first. They are those of the files' names: whether a state is whole is found when it is
-    /// resumed.
+    /// Returns the commit ids of the states in a directory, oldest first, by their file names. A resume verifies a
+    /// state.
     pub fn published_commit_ids(dir: &Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
         open::published_commit_ids(dir, engine)
     }
 
-    /// Remove the directory of a table shard that nobody uses, and all in it.
+    /// Removes the directory of an unused table shard and its contents.
     ///
-    /// Errors: `State` for a directory that holds anything but a tier's own files, `InUse` (names the pid) where a table has it open,
-    /// `Path`, `Permission` and `Storage`. After an error nothing was removed, except where the file system failed half-way.
+    /// Errors: `State` for a directory that contains anything but a tier's own files, `InUse` (names the pid) if a
+    /// table has it open, `Path`, `Permission` and `Storage`. After an error nothing was removed, unless the file
+    /// system failed half-way.
     pub fn remove_shard(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
         shards::remove_shard(dir, engine)
     }
 
-    /// Rows here.
+    /// Number of rows in this tier.
     pub fn rows(&self) -> u64 {
         self.inner.view().rows()
     }
 
-    /// Rows that the cap can hold, with compaction's headroom subtracted.
+    /// Number of rows that fit the cap, minus compaction's headroom.
     pub fn capacity_rows(&self) -> u64 {
         self.inner.context.sizing.capacity_rows
     }
 
-    /// Bytes of RAM that grow with the rows here (index, live counts).
+    /// Bytes of RAM that grow with the number of rows (index, live counts).
     pub fn index_bytes(&self) -> u64 {
         let state = self.inner.view();
         let entries: usize = state.open().iter().map(segment::open::OpenSegment::entries_bytes).sum();
         (state.index().bytes() + entries) as u64
     }
 
-    /// For each id whether it may be here.
+    /// Sets `maybe[i]` if `ids[i]` may be in this tier.
     pub fn maybe_contains(&self, ids: &[Id], maybe: &mut [bool]) {
         if self.inner.check_usable().is_err() {
-            // After a wrong no a row would be born anew. The fetch of a yes says what is wrong.
+            // A false negative would initialize an existing row again. The fetch of a positive reports the error.
             return maybe.fill(true);
         }
         let mut locations = [None; 256];
@@ -156,7 +161,7 @@ impl SsdTier {
         }
     }
 
-    /// Start reading rows into the memory given, which must stay valid and untouched until the fetch is done.
+    /// Starts reading rows into the passed memory, which must stay valid and untouched until the fetch is done.
     pub fn fetch(&self, requested: Vec<(Id, RowMut)>) -> Arc<RowFetch> {
         let mut batch = FetchBatch::default();
         let fetch = fetch::fetch_in(&self.inner, requested, None, &mut batch);
@@ -164,8 +169,8 @@ impl SsdTier {
         fetch
     }
 
-    /// As [`SsdTier::fetch`], but what is on disk is read when `batch` is submitted, together with what other tiers put into it. Nobody
-    /// needs to wait for it: the fetch keeps `keep_alive`, in which the rows' memory lies.
+    /// Like [`SsdTier::fetch`], but reads from disk only when `batch` is submitted, together with the reads of other
+    /// tiers. Callers need not wait for it: the fetch owns `keep_alive`, which contains the rows' memory.
     pub fn fetch_in(
         &self,
         requested: Vec<(Id, RowMut)>,
@@ -175,40 +180,42 @@ impl SsdTier {
         fetch::fetch_in(&self.inner, requested, Some(keep_alive), batch)
     }
 
-    /// Take rows over. `known[i]` says that an older version of row `i` is here, which the caller knows because it fetched or appended it.
-    /// Where it is false the id must not be here. `Capacity` where the rows do not fit the cap; then none was taken.
+    /// Appends rows. `known[i]` states that an older version of row `i` is in this tier, which the caller knows because
+    /// it fetched or appended it. If it is false the id must be absent. `Capacity` if the rows do not fit the cap; then
+    /// none was appended.
     ///
-    /// Where a write fails amid it, none of the new rows is here. Some of the others are here in their new version, and the tier only
-    /// reads.
+    /// If a write fails during the call, none of the new rows is in the tier. Some of the others are, in their new
+    /// version, and the tier is read-only.
     pub fn append(&self, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
         append::append(&self.inner, rows, known)
     }
 
-    /// Forget ids that are known to be here, each once. After an error all of them are here as before. Where a write fails when some are
-    /// gone, all go, and the next call returns the error.
+    /// Removes ids that are present, each once. After an error all of them are still present. If a write fails after
+    /// some were removed, all are removed, and the next call returns the error.
     pub fn remove(&self, ids: &[Id]) -> Result<()> {
         remove::remove(&self.inner, ids)
     }
 
-    /// As [`SsdTier::remove`], from a tier that only reads. Nothing is written.
+    /// Like [`SsdTier::remove`], for a read-only tier. Writes nothing.
     pub fn remove_without_tombstones(&self, ids: &[Id]) {
         remove::remove_without_tombstones(&self.inner, ids);
     }
 
-    /// Forget all rows, as when a load replaces the contents.
+    /// Removes all rows, for example when a load replaces the contents.
     pub fn clear(&self) -> Result<()> {
         remove::clear(&self.inner)
     }
 
-    /// Drop `rows` rows, or as many as can go, and return their ids. The oldest segments come first, and the call goes on where the last
-    /// one stopped. Rows for which `keep` says true stay.
+    /// Evicts `rows` rows, or as many as possible, and returns their ids. Starts with the oldest segments; a call
+    /// continues where the previous call stopped. Rows for which `keep` returns true stay.
     pub fn evict(&self, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
         evict::evict(&self.inner, rows, keep, None)
     }
 
-    /// As [`SsdTier::evict`], and hand the rows that left to `on_evicted`, whose records are read for that.
+    /// Like [`SsdTier::evict`], and passes the evicted rows to `on_evicted`. Reads their records for that.
     ///
-    /// Errors: `Corruption` too, where a record cannot be read. Its row stays, and so do those that were read with it, until the next round.
+    /// Errors: also `Corruption` if a record cannot be read. Its row, and the rows that were read with it, stay until
+    /// the next round.
     pub fn evict_and_notify(
         &self,
         rows: u64,
@@ -218,12 +225,13 @@ impl SsdTier {
         evict::evict(&self.inner, rows, keep, Some(on_evicted))
     }
 
-    /// Remove the rows that die by `rule`, in slices: a call looks at `max_records` records at most, and goes on where `cursor` stopped. It reads
-    /// footers of about 16 × `max_records` entries, each as a whole. It comes to every row, also to those that are appended or moved while the burial
-    /// is under way. Rows for which `keep` says true stay, because they are in RAM: their records here are stale, or they are judged there.
+    /// Removes the rows that expire by `rule`, in slices: a call evaluates at most `max_records` records, and continues
+    /// where `cursor` stopped. It reads complete footers of about 16 × `max_records` entries. It reaches every row,
+    /// also rows that are appended or moved during the pass. Rows for which `keep` returns true stay, because they are
+    /// in RAM: the rule is evaluated there, and their records here may be stale.
     ///
-    /// Errors: as [`SsdTier::remove`], and `Corruption` where a row that is to be judged cannot be read. Where an error comes when some rows
-    /// are gone, these are returned, and the next call returns the error.
+    /// Errors: like [`SsdTier::remove`], and `Corruption` if a row that the rule needs cannot be read. If an error
+    /// occurs after some rows were removed, returns these rows, and the next call returns the error.
     pub fn expire(
         &self,
         cursor: &mut SsdExpiryCursor,
@@ -234,9 +242,9 @@ impl SsdTier {
         bury::expire(&self.inner, cursor, rule, keep, max_records, None)
     }
 
-    /// As [`SsdTier::bury`], and hand the rows that are gone to `on_evicted`, whose records are read for that.
+    /// Like [`SsdTier::expire`], and passes the expired rows to `on_evicted`. Reads their records for that.
     ///
-    /// Errors: `Corruption` too, where the record of a row that dies cannot be read. The row stays.
+    /// Errors: also `Corruption` if the record of an expired row cannot be read. The row stays.
     pub fn expire_and_notify(
         &self,
         cursor: &mut SsdExpiryCursor,
@@ -248,14 +256,14 @@ impl SsdTier {
         bury::expire(&self.inner, cursor, rule, keep, max_records, Some(on_evicted))
     }
 
-    /// Make everything appended and removed so far durable as one state named `commit_id`, which is larger than every earlier one. The state
-    /// before it is kept, and what neither needs is freed.
+    /// Makes all earlier appends and removals durable as one state named `commit_id`, which is larger than every
+    /// earlier one. Keeps the previous state, and frees files that neither needs.
     pub fn publish(&self, commit_id: u64, counters: StateCounters) -> Result<()> {
         self.publish_with_metadata(Some(commit_id), counters, Vec::new())
     }
 
-    /// As [`SsdTier::publish`], with a note of the caller's that a resume of the state finds. It has at most [`SsdTier::max_metadata_bytes`].
-    /// Without a `commit_id` the state has the next even one.
+    /// Like [`SsdTier::publish`], with a metadata blob of at most [`SsdTier::max_metadata_bytes`] bytes, which a resume
+    /// of the state returns. Without a `commit_id` the state has the next even one.
     pub fn publish_with_metadata(
         &self,
         commit_id: Option<u64>,
@@ -270,83 +278,86 @@ impl SsdTier {
         publish::publish(&self.inner, commit_id, counters, metadata)
     }
 
-    /// The note of the state that was resumed. It is given once, and is empty where there is none.
+    /// Takes the metadata blob of the resumed state. Empty if there is none, and after the first call.
     pub fn take_metadata(&self) -> Vec<u8> {
         self.inner.take_metadata()
     }
 
-    /// The most bytes of a note.
+    /// Maximum bytes of a metadata blob.
     pub fn max_metadata_bytes(&self) -> usize {
         self.inner.context.sizing.max_metadata_bytes
     }
 
-    /// The most bytes of the record of a row. Files have room for more, which compaction needs.
+    /// Maximum bytes of a row's record. Files have space for more, which compaction needs.
     pub fn record_bytes(layout: &RowLayout) -> u64 {
         format::record::max_record_bytes(layout) as u64
     }
 
-    /// The most bytes of a note where the cap is `cap_bytes`.
+    /// Maximum bytes of a metadata blob for a cap of `cap_bytes`.
     pub fn max_metadata_bytes_of(cap_bytes: u64) -> usize {
         geometry::max_metadata_bytes(cap_bytes)
     }
 
-    /// The least cap whose notes may have so many bytes.
+    /// Smallest cap that allows metadata blobs of `metadata_bytes`.
     pub fn cap_for_metadata(metadata_bytes: usize) -> u64 {
         geometry::cap_for_metadata(metadata_bytes)
     }
 
-    /// Forget the state named `commit_id`, if it is published, as after a flush of several tables that did not finish.
+    /// Discards the published state named `commit_id`, if any, for example after an incomplete flush of several tables.
     pub fn forget_published(&self, commit_id: u64) -> Result<()> {
         states::forget_published(&self.inner, commit_id)
     }
 
-    /// Hand every row to `sink` once, in no particular order. Rows that are appended meanwhile may or may not be among them. Rows that
-    /// compaction moves meanwhile are.
+    /// Passes every row to `sink` once, in unspecified order. Rows that are appended concurrently may be missing. Rows
+    /// that compaction moves concurrently are not.
     pub fn scan(&self, sink: &mut ScanSink<'_>) -> Result<()> {
         scan::scan(&self.inner, sink)
     }
 
-    /// As [`SsdTier::scan`], for a `sink` that may keep the scan waiting. Where somebody needs the room of files that the scan keeps,
-    /// `consumer` is asked to end it. It calls [`SsdTier::notify_space_waiters`] whenever it begins to keep the scan waiting.
+    /// Like [`SsdTier::scan`], for a `sink` that may block the scan. If another thread needs the space of files that
+    /// the scan pins, `consumer` is asked to cancel it. A consumer calls [`SsdTier::notify_space_waiters`] whenever it
+    /// starts to block the scan.
     pub fn scan_cancellable(&self, consumer: &Arc<dyn ScanConsumer>, sink: &mut ScanSink<'_>) -> Result<()> {
         scan::scan_cancellable(&self.inner, consumer, sink)
     }
 
-    /// Let those who wait for room look again at what stands in their way.
+    /// Makes the threads that wait for free space check again.
     pub fn notify_space_waiters(&self) {
         self.inner.context.space.notify_waiters();
     }
 
-    /// As [`SsdTier::scan`], of the rows whose `modified_epoch` is at least `since`. Segments without any are not read.
+    /// Like [`SsdTier::scan`], for the rows whose `modified_epoch` is at least `since`. Does not read segments without
+    /// any.
     pub fn scan_since(&self, since: u32, sink: &mut ScanSink<'_>) -> Result<()> {
         scan::scan_since(&self.inner, since, sink)
     }
 
-    /// Token of the last state that was published or resumed, whether or not it is still there.
+    /// Commit id of the last state that was published or resumed, even if that state was removed since.
     pub fn last_commit_id(&self) -> Option<u64> {
         self.inner.view().states().last_commit_id()
     }
 
-    /// Whether the states that a resume could take were given up for room since the last `publish`.
+    /// True if all states that a resume could use were discarded for space since the last `publish`.
     pub fn published_given_up(&self) -> bool {
         self.inner.view().states().is_last_dropped()
     }
 
-    /// Whether a write or a sync failed, so that the tier only reads.
+    /// True if a write or a sync failed, so that the tier is read-only.
     pub fn is_read_only(&self) -> bool {
         self.inner.context.space.has_failed()
     }
 
-    /// `ReadOnly`, with the first error, after a failed write or sync; `State` when closed or in a forked process.
+    /// Returns `ReadOnly`, with the first error, after a failed write or sync; `State` if closed or in a forked
+    /// process.
     pub fn check_writable(&self) -> Result<()> {
         self.inner.check_writable()
     }
 
-    /// Hold the rows of now that were modified in epoch `since` or later, except those of the `stale` ids, which are here and whose newest
-    /// version is in another tier. `early_rows` takes rows that have to be read before their turn. It may be called from any thread until
-    /// [`SsdSnapshot::for_each_row`] has returned.
+    /// Takes a snapshot of the rows that were modified in epoch `since` or later, except those of the `stale` ids,
+    /// whose latest versions are in another tier. `early_rows` receives rows that have to be read out of order. It may
+    /// be called from any thread until [`SsdSnapshot::for_each_row`] has returned.
     ///
-    /// Errors: `State` while another moment is held.
+    /// Errors: `State` while another snapshot exists.
     pub fn snapshot(
         &self,
         stale: &mut dyn Iterator<Item = Id>,
@@ -356,17 +367,17 @@ impl SsdTier {
         moment::begin_snapshot(&self.inner, stale, since, early_rows)
     }
 
-    /// Hold the rows of now, appended and removed so far, as durable segments. Published states stay as they are.
+    /// Pins all rows, with all earlier appends and removals, as durable segments. Published states stay unchanged.
     pub fn pin_segments(&self) -> Result<PinnedSegments> {
         held::pin_segments(&self.inner)
     }
 
-    /// `Config` unless `rows` in segments of `bytes` fit a tier of this configuration.
+    /// Returns `Config` unless `rows` in segments of `bytes` fit a tier of this configuration.
     pub fn check_space(&self, config: &SsdConfig, rows: u64, bytes: u64) -> Result<()> {
         self.inner.context.sizing.check_space(config, rows, bytes)
     }
 
-    /// Counters.
+    /// Returns the counters.
     pub fn stats(&self) -> SsdStats {
         let index_bytes = self.index_bytes();
         let (counters, reads) = (&self.inner.counters, self.inner.reads.counters());
@@ -399,7 +410,7 @@ impl SsdTier {
         }
     }
 
-    /// Stop the background work and write out the buffers, without publishing. Dropping the tier does that too.
+    /// Stops the background work and writes the buffers, without publishing. Dropping the tier does so too.
     pub fn close(&self) -> Result<()> {
         publish::close(&self.inner)
     }
@@ -408,16 +419,16 @@ impl SsdTier {
 impl Drop for SsdTier {
     fn drop(&mut self) {
         if self.inner.context.workers.check_process().is_err() {
-            // In a forked child its parent's files are not to be touched, nor its locks to be waited for.
+            // A forked child must not touch its parent's files, nor wait for its locks.
             std::mem::forget(Arc::clone(&self.inner));
             return;
         }
-        // Nothing is promised that was not published. Who wants to know what goes wrong here calls `close`.
+        // Only published rows are guaranteed to persist. To see errors, call `close`.
         let _ = publish::close(&self.inner);
     }
 }
 
-/// Bytes of live records in sealed segments, for each byte of their records.
+/// Ratio of live record bytes to all record bytes in sealed segments.
 fn live_share(state: &tier::state::TierState) -> f64 {
     let (mut live, mut all) = (0, 0);
     for segment in state.segments().iter().filter(|segment| segment.sealed().is_some()) {

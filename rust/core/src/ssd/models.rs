@@ -1,6 +1,6 @@
 //! Explores every interleaving of a few threads in the tier's own code, up to two preemptions (`make test-loom`).
 //!
-//! Waits have no time limits here, so that a wake-up that is lost is a deadlock, which loom reports.
+//! Waits have no time limits here, so that a lost wake-up is a deadlock, which loom reports.
 
 use std::sync::Arc;
 
@@ -19,10 +19,10 @@ use crate::rows::RowRef;
 use crate::sync::{Mutex, lock};
 use crate::types::Id;
 
-/// Words of a thread's stack. Code that is not optimised takes large frames.
+/// Words of a thread's stack. Unoptimized code has large frames.
 const STACK_WORDS: usize = 64 << 10;
 
-/// Explore `body` and the threads that it starts.
+/// Explores `body` and the threads that it starts.
 pub(crate) fn model(body: impl Fn() + Send + Sync + Copy + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
@@ -34,7 +34,7 @@ pub(crate) fn spawn<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static
     Builder::new().stack_size(STACK_WORDS).spawn(body).unwrap()
 }
 
-/// Do the reads that wait. The file of each must be there.
+/// Runs the queued reads. The file of each must exist.
 pub(crate) fn read_waiting(engine: &dyn IoEngine) {
     SsdWorkers::of_process().unwrap().read_waiting(|path| {
         assert!(engine.exists(path).unwrap(), "{} is gone before it is read", path.display());
@@ -42,7 +42,7 @@ pub(crate) fn read_waiting(engine: &dyn IoEngine) {
 }
 
 impl SsdTier {
-    /// Put everything so far into files.
+    /// Writes all buffered rows into files.
     pub(crate) fn settle(&self) {
         self.inner.state().seal_all();
         SsdWorkers::of_process().unwrap().write_waiting();
@@ -59,7 +59,7 @@ fn rows(ids: std::ops::Range<Id>, version: u32) -> Vec<SsdTestRow> {
     ids.map(|id| SsdTestRow::new(id, version)).collect()
 }
 
-/// The versions of `ids` now. Each row must be whole.
+/// Returns the current versions of `ids`. Each row must be intact.
 fn versions(tier: &SsdTier, engine: &dyn IoEngine, ids: &[Id]) -> Vec<Option<u32>> {
     let mut found: Vec<SsdTestRow> = ids.iter().map(|_| SsdTestRow::empty()).collect();
     let fetch: Arc<RowFetch> = tier.fetch(ids.iter().copied().zip(found.iter_mut().map(SsdTestRow::as_mut)).collect());
@@ -76,7 +76,7 @@ fn versions(tier: &SsdTier, engine: &dyn IoEngine, ids: &[Id]) -> Vec<Option<u32
     versions.collect()
 }
 
-/// Compare what is counted with what is there. Open segments are closed first, so that nobody waits for the writers.
+/// Compares counters with contents. Open segments are sealed first, so that no thread waits for the writers.
 fn check_counts(tier: &SsdTier) {
     tier.settle();
     let space = &tier.inner.context.space;
@@ -87,7 +87,8 @@ fn check_counts(tier: &SsdTier) {
     assert_eq!(space.used_bytes(), held, "of files that are gone the bytes are free");
 }
 
-/// A full buffer goes to the writers, is written, and is let go of, while its rows are read from the buffer, the block or the file.
+/// A full buffer goes to the writers, is written and released, while its rows are read from the buffer, the block or
+/// the file.
 #[test]
 fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() {
     model(|| {
@@ -109,7 +110,7 @@ fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() 
     });
 }
 
-/// Newer versions empty a segment, so that its file goes, while a fetch that has found it is about to read.
+/// Newer versions empty a segment, so that its file is removed, while a fetch that has found it is about to read.
 #[test]
 fn loom_a_segment_that_is_let_go_of_keeps_its_file_as_long_as_a_read_needs_it() {
     model(|| {
@@ -130,7 +131,7 @@ fn loom_a_segment_that_is_let_go_of_keeps_its_file_as_long_as_a_read_needs_it() 
     });
 }
 
-/// A tier in which half of a segment is dead, and room is so short that compaction takes it.
+/// Returns a tier in which half of a segment is dead, and space is so short that compaction chooses it.
 fn with_a_victim() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
     let (tier, engine) = tier(88 << 10, TINY);
     for first in 0..6 {
@@ -144,13 +145,13 @@ fn with_a_victim() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
     (tier, engine)
 }
 
-/// Start a compactor, which finds the tier in its inbox.
+/// Starts a compactor, which finds the tier in its inbox.
 fn compact(tier: &Arc<SsdTier>) -> JoinHandle<()> {
     schedule(&tier.inner);
     spawn(|| SsdWorkers::of_process().unwrap().compact_waiting())
 }
 
-/// Compaction moves a row while the same id is appended or removed. What is newer stays.
+/// Compaction moves a row while the same id is appended or removed. The newer record wins.
 #[test]
 fn loom_a_row_that_compaction_moves_is_not_older_than_what_is_written_meanwhile() {
     model(|| {
@@ -175,7 +176,7 @@ fn loom_a_row_that_compaction_moves_stays_removed() {
     });
 }
 
-/// A scan reads a list of segments. It misses no row that compaction moves, and gives none twice.
+/// A scan reads a list of segments. It misses no row that compaction moves, and returns none twice.
 #[test]
 fn loom_a_scan_beside_compaction_gives_every_row_once() {
     model(|| {
@@ -194,8 +195,8 @@ fn loom_a_scan_beside_compaction_gives_every_row_once() {
     });
 }
 
-/// A moment gives each of its rows once, in its version, while compaction moves them, they are overwritten, and segments are read before
-/// their turn.
+/// A snapshot returns each of its rows once, in its version, while compaction moves them, they are overwritten, and
+/// segments are read out of order.
 #[test]
 fn loom_a_moment_has_its_rows_while_they_are_moved_overwritten_and_read_before_their_turn() {
     model(|| {

@@ -1,13 +1,14 @@
-//! Makes a flush of several tables complete by one decision. Their directories may lie below several roots (`ssd_dir`s), on several disks.
+//! Two-phase commit of a flush of several tables. Their directories may be below several commit directories
+//! (`ssd_dir`s), on several disks.
 //!
-//! First every table publishes its state under one token. Then, in `<root>/.flushed`:
+//! First every table publishes its state under one commit id. Then, in `<dir>/.flushed`, commit records are written:
 //!
-//! 1. Each root except one, the coordinator, gets `<token>.prepared`, which names the coordinator.
-//! 2. The coordinator gets `<token>`. From then on the flush is complete, everywhere.
-//! 3. The others get `<token>` too, and need the coordinator no longer.
+//! 1. Each commit directory except one, the coordinator, gets `<commit id>.prepared`, which names the coordinator.
+//! 2. The coordinator gets `<commit id>`. This completes the flush everywhere.
+//! 3. The others get `<commit id>` too, and do not need the coordinator afterwards.
 //!
-//! A root has a random name, by the file `<name>.root`. So of two machines with a disk each at the same path, neither takes the other's
-//! root for its own.
+//! A commit directory has a random name, given by the file `<name>.root`. So two machines that each have a disk at the
+//! same path do not mistake each other's directory for their own.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -19,10 +20,10 @@ use crate::io::{IoEngine, IoOpenMode, read_file, write_atomically};
 
 const RECORDS_DIR: &str = ".flushed";
 const RECORD_TITLE: &str = "embcache-flush 1";
-/// No mark is longer, with a path of [`crate::paths::MAX_ABSOLUTE_BYTES`].
+/// Maximum bytes of a commit record, with a path of [`crate::paths::MAX_ABSOLUTE_BYTES`].
 const MAX_RECORD_BYTES: u64 = 4096;
 
-/// A directory that holds tables' directories, and the marks of their flushes.
+/// A directory that contains tables' directories, and the commit records of their flushes.
 #[derive(Debug)]
 pub struct CommitDirectory {
     engine: Arc<dyn IoEngine>,
@@ -31,12 +32,13 @@ pub struct CommitDirectory {
 }
 
 impl CommitDirectory {
-    /// The root `dir`, which exists.
+    /// Uses the existing directory `dir`.
     pub fn new(engine: Arc<dyn IoEngine>, dir: &Path) -> Self {
         Self { engine, dir: dir.to_owned(), records_dir: dir.join(RECORDS_DIR) }
     }
 
-    /// A name of this root. Where it has none, `random` becomes its name. Marks that are here are durable when this returns.
+    /// Returns a name of this directory. If it has none, `random` becomes its name. Existing commit records are durable
+    /// when this returns.
     pub fn ensure_name(&self, random: u64) -> Result<u64> {
         if !self.engine.exists(&self.records_dir)? {
             self.engine.create_dir_all(&self.records_dir)?;
@@ -52,12 +54,13 @@ impl CommitDirectory {
         Ok(name)
     }
 
-    /// Whether this root has the name `name`. It has several where two processes made one at the same time.
+    /// True if `name` is a name of this directory. It has several if two processes named it at the same time.
     pub fn has_name(&self, name: u64) -> Result<bool> {
         self.engine.exists(&self.name_path(name))
     }
 
-    /// Note durably that the root at `dir`, an absolute path, with the name `name` says whether the flush `commit_id` is complete.
+    /// Records durably that the directory `dir`, an absolute path, with the name `name` decides whether the flush
+    /// `commit_id` is complete.
     pub fn prepare(&self, commit_id: u64, dir: &Path, name: u64) -> Result<()> {
         let mut body = format!("{name:016x} ").into_bytes();
         body.extend_from_slice(dir.as_os_str().as_bytes());
@@ -66,7 +69,7 @@ impl CommitDirectory {
         write_atomically(&*self.engine, &self.prepared_path(commit_id), &text)
     }
 
-    /// Note durably that the flush `commit_id` is complete.
+    /// Records durably that the flush `commit_id` is complete.
     pub fn commit(&self, commit_id: u64) -> Result<()> {
         let path = self.committed_path(commit_id);
         if !self.engine.exists(&path)? {
@@ -75,9 +78,9 @@ impl CommitDirectory {
         self.sync()
     }
 
-    /// Whether the flush `commit_id` is complete.
+    /// True if the flush `commit_id` is complete.
     ///
-    /// Errors: `State` where its coordinator has to say that and is not there, `Corruption` where the mark is damaged.
+    /// Errors: `State` if its coordinator has to decide and is missing, `Corruption` if the commit record is corrupted.
     pub fn is_committed(&self, commit_id: u64) -> Result<bool> {
         if self.engine.exists(&self.committed_path(commit_id))? {
             return Ok(true);
@@ -100,7 +103,7 @@ impl CommitDirectory {
         self.engine.exists(&coordinator.committed_path(commit_id))
     }
 
-    /// Remove the marks of a flush of which no table keeps a state.
+    /// Removes the commit records of a flush whose states no table keeps.
     pub fn remove_records(&self, commit_id: u64) -> Result<()> {
         for path in [self.prepared_path(commit_id), self.committed_path(commit_id)] {
             if self.engine.exists(&path)? {
@@ -110,7 +113,7 @@ impl CommitDirectory {
         Ok(())
     }
 
-    /// Tokens of the flushes that have marks here, ascending.
+    /// Returns the commit ids of the flushes with commit records here, ascending.
     pub fn commit_ids(&self) -> Result<Vec<u64>> {
         if !self.engine.exists(&self.records_dir)? {
             return Ok(Vec::new());
@@ -140,14 +143,14 @@ impl CommitDirectory {
     }
 }
 
-/// The name in a file name `<name>.root`.
+/// Parses the name in a file name `<name>.root`.
 fn parse_name(path: &Path) -> Option<u64> {
     let digits = path.file_name()?.to_str()?.strip_suffix(".root")?;
     let name = u64::from_str_radix(digits, 16).ok()?;
     (format!("{name:016x}") == digits).then_some(name)
 }
 
-/// The token in the file name of a mark.
+/// Parses the commit id in the file name of a commit record.
 fn record_commit_id(path: &Path) -> Option<u64> {
     let name = path.file_name()?.to_str()?;
     let digits = name.strip_suffix(".prepared").unwrap_or(name);
@@ -155,7 +158,7 @@ fn record_commit_id(path: &Path) -> Option<u64> {
     (token.to_string() == digits).then_some(token)
 }
 
-/// The name and the path of the coordinator that a mark's bytes say.
+/// Parses the name and the path of the coordinator in the bytes of a commit record.
 fn parse_prepared(bytes: &[u8], path: &Path) -> Result<(u64, PathBuf)> {
     let shown = || format!("{:?}", String::from_utf8_lossy(&bytes[..bytes.len().min(80)]));
     let parse = || {

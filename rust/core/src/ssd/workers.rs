@@ -1,9 +1,8 @@
-//! The threads of the SSD tiers. A process has one set of them, whatever the number of its tables. It is started when the first tier
-//! opens.
+//! The threads of the SSD tiers. A process has one set of them for all tables. It starts when the first tier opens.
 //!
-//! The threads know nothing of what they do: they run tasks that tiers send them. A panic in a task ends no thread. Whoever sends a task
-//! sees to it that a panic becomes an error there: a fetch ends with that error, and a tier whose write or compaction panicked only
-//! reads from then on.
+//! The threads run tasks that tiers send them, and know nothing about the tasks. A panic in a task ends no thread. The
+//! sender of a task turns a panic into an error: a fetch ends with that error, and a tier whose write or compaction
+//! panicked becomes read-only.
 
 use std::collections::VecDeque;
 #[cfg(not(loom))]
@@ -13,29 +12,29 @@ use std::sync::Arc;
 use crate::error::{Error, Kind, Result};
 use crate::sync::{Condvar, Mutex, lock, wait};
 
-/// Threads that write records and footers. There are two, so that a footer is sorted while the next segment's records are written.
+/// Threads that write records and footers. With two, a footer is sorted while the next segment's records are written.
 #[cfg(not(loom))]
 const WRITERS: usize = 2;
-/// Threads that submit the reads of fetches, each as many at a time as the engine takes. There are two, so that the disk's queue stays full
-/// while one of them ends its submission. With more of them reads would wait for a place in the queue.
+/// Threads that submit the reads of fetches, each as many at a time as the engine takes. With two, the disk's queue
+/// stays full while one of them ends its submission. With more, reads would wait for a place in the queue.
 #[cfg(not(loom))]
 const READERS: usize = 2;
 /// Threads that compact, which is also the number of segments of one tier that can be moved at a time.
 pub(crate) const COMPACTORS: u32 = 3;
 
-/// Something for a thread to do.
+/// A task for a thread.
 pub(crate) trait SsdTask: Send {
-    /// Do it.
+    /// Runs the task.
     fn run(self: Box<Self>);
 
-    /// The files that it is going to read, for a model to look at.
+    /// Files that the task reads. Only loom models use it.
     #[cfg(loom)]
     fn files(&self) -> Vec<std::path::PathBuf> {
         Vec::new()
     }
 }
 
-/// The process's threads, as those see them who have something to do for them.
+/// The process's threads, as seen by the senders of tasks.
 #[derive(Debug)]
 pub(crate) struct SsdWorkers {
     writing: Arc<SsdTaskInbox>,
@@ -54,7 +53,8 @@ struct SsdTaskInbox {
 #[derive(Default)]
 struct SsdTaskQueue {
     waiting: VecDeque<Box<dyn SsdTask>>,
-    /// Whether the threads are to end. In a process they never are, unless one of them could not be started; a model's threads have to.
+    /// If true, the threads stop. In a process this happens only if one of them cannot be started; loom models close
+    /// them.
     closed: bool,
 }
 
@@ -75,7 +75,7 @@ impl SsdTaskInbox {
         self.arrived.notify_all();
     }
 
-    /// Wait for the next task; `None` when the threads are to end.
+    /// Waits for the next task. Returns `None` when the threads are to stop.
     fn next(&self) -> Option<Box<dyn SsdTask>> {
         let mut queue = lock(&self.queue);
         loop {
@@ -93,7 +93,7 @@ impl SsdWorkers {
         Self { writing: Arc::default(), reading: Arc::default(), compacting: Arc::default(), pid: std::process::id() }
     }
 
-    /// The process's threads, which the first call starts.
+    /// Returns the process's threads. The first call starts them.
     #[cfg(not(loom))]
     pub(crate) fn of_process() -> Result<&'static Self> {
         static WORKERS: crate::process::PerProcess<SsdWorkers> = crate::process::PerProcess::new();
@@ -105,7 +105,7 @@ impl SsdWorkers {
             match started {
                 Ok(()) => Ok(workers),
                 Err(error) => {
-                    // Those that did start would wait for ever.
+                    // The threads that did start would wait forever.
                     workers.writing.close();
                     workers.reading.close();
                     workers.compacting.close();
@@ -115,7 +115,7 @@ impl SsdWorkers {
         })
     }
 
-    /// The inboxes. A model's own threads do the work.
+    /// Returns the inboxes. A model's own threads do the work.
     #[cfg(loom)]
     pub(crate) fn of_process() -> Result<&'static Self> {
         loom::lazy_static! {
@@ -124,7 +124,8 @@ impl SsdWorkers {
         Ok(&WORKERS)
     }
 
-    /// `State` in a process that was forked from the one that started the threads, because threads do not follow a fork.
+    /// Returns `State` in a process that was forked from the one that started the threads, because threads do not
+    /// survive a fork.
     pub(crate) fn check_process(&self) -> Result<()> {
         let pid = std::process::id();
         if pid == self.pid {
@@ -139,26 +140,26 @@ impl SsdWorkers {
         ))
     }
 
-    /// Have a thread that writes do the task.
+    /// Queues a task for the writer threads.
     pub(crate) fn submit_write(&self, task: Box<dyn SsdTask>) {
         self.writing.send(task);
     }
 
-    /// Have a thread that reads do the task.
+    /// Queues a task for the reader threads.
     pub(crate) fn submit_read(&self, task: Box<dyn SsdTask>) {
         self.reading.send(task);
     }
 
-    /// Have a thread that compacts do the task.
+    /// Queues a task for the compactor threads.
     pub(crate) fn submit_compaction(&self, task: Box<dyn SsdTask>) {
         self.compacting.send(task);
     }
 }
 
-/// The threads' work, for a model to do.
+/// The work of the threads, for loom models.
 #[cfg(loom)]
 impl SsdWorkers {
-    /// Be a thread that writes, until [`SsdWorkers::end_writer`].
+    /// Runs as a writer thread until [`SsdWorkers::end_writer`].
     pub(crate) fn work_as_writer(&self) {
         while let Some(task) = self.writing.next() {
             task.run();
@@ -169,7 +170,7 @@ impl SsdWorkers {
         self.writing.close();
     }
 
-    /// Do the reads that wait, each after `before` has looked at its files.
+    /// Runs the queued reads, each after `before` was called with its files.
     pub(crate) fn read_waiting(&self, before: impl Fn(&std::path::Path)) {
         while let Some(task) = Self::waiting(&self.reading) {
             task.files().iter().for_each(|path| before(path));
@@ -200,7 +201,7 @@ fn start_threads(name: &str, count: usize, inbox: &Arc<SsdTaskInbox>) -> Result<
         let inbox = Arc::clone(inbox);
         let work = move || {
             while let Some(task) = inbox.next() {
-                // The task has told its owner of a panic; the thread goes on in any case.
+                // The task has reported a panic to its owner; the thread continues in any case.
                 let _ = catch_unwind(AssertUnwindSafe(|| task.run()));
             }
         };

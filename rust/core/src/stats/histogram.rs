@@ -1,8 +1,9 @@
-//! Histograms of durations: log-linear buckets in a fixed memory, which threads record into without a lock.
+//! Histograms of durations: log-linear buckets in fixed memory, into which threads record without a lock.
 //!
-//! The buckets are those of `HdrHistogram` (Gil Tene, <http://hdrhistogram.org>): each power of two is divided into equally wide
-//! buckets, so that the relative error is bounded and the bucket of a value is found by a shift. They are moved by one, so that a bucket
-//! has its upper bound and not its lower one. So the bounds that are powers of two are those that Prometheus calls `le`, exactly.
+//! The buckets are those of `HdrHistogram` (Gil Tene, <http://hdrhistogram.org>): each power of two is divided into
+//! equally wide buckets, so that the relative error is bounded and the bucket of a value is found by a shift. They are
+//! shifted by one, so that a bucket includes its upper bound and not its lower one. So the bounds that are powers of
+//! two are exact `le` bounds of Prometheus.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -10,27 +11,28 @@ use std::time::Duration;
 /// Each power of two has 2 to this many buckets.
 const BITS: u32 = 3;
 const PER_POWER: usize = 1 << BITS;
-/// Buckets for every `u64`: those of [`HistogramSnapshot::of_bucket`] up to `u64::MAX`.
+/// Number of buckets for every `u64` up to `u64::MAX`; see [`bucket_of`].
 const BUCKETS: usize = (u64::BITS - BITS + 1) as usize * PER_POWER;
 
-/// Counts durations in nanoseconds by their size. It takes 4 KiB, whatever it counts.
+/// Counts durations in nanoseconds by their size. It uses 4 KiB, for any number of durations.
 ///
-/// Its atomics order nothing, and no model of Loom is about them. So they are those of the standard library there, too.
+/// Its atomics order nothing, and no Loom model covers them. So they are those of the standard library in Loom builds,
+/// too.
 pub(crate) struct DurationHistogram {
     buckets: Box<[AtomicU64]>,
     sum_ns: AtomicU64,
 }
 
-/// What a [`Histogram`] has counted, as plain numbers. Buckets without a value are left out.
+/// The contents of a `DurationHistogram`, as plain numbers. Empty buckets are omitted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HistogramSnapshot {
-    /// How many durations were counted.
+    /// Number of durations.
     pub count: u64,
     /// Their sum in nanoseconds.
     pub sum_ns: u64,
-    /// The largest duration in nanoseconds that belongs to a bucket; ascending.
+    /// The largest duration in nanoseconds of each bucket; ascending.
     pub bounds: Vec<u64>,
-    /// How many durations belong to the bucket of the same place in `bounds`, and to none before it.
+    /// Number of durations in each bucket of `bounds`, excluding the previous buckets.
     pub counts: Vec<u64>,
 }
 
@@ -47,7 +49,7 @@ impl std::fmt::Debug for DurationHistogram {
 }
 
 impl DurationHistogram {
-    /// Count a duration. Any thread may do so at any time.
+    /// Records a duration. Any thread may call this at any time.
     #[inline]
     pub(crate) fn record(&self, duration: Duration) {
         // 2^64 ns are 584 years.
@@ -56,7 +58,7 @@ impl DurationHistogram {
         self.sum_ns.fetch_add(ns, Ordering::Relaxed);
     }
 
-    /// What was counted by now. Of durations that are counted meanwhile, the sum may have one that the counts lack, or the other way round.
+    /// Returns the counts. For durations that are recorded concurrently, the sum and the counts may differ.
     pub(crate) fn snapshot(&self) -> HistogramSnapshot {
         let mut found =
             HistogramSnapshot { sum_ns: self.sum_ns.load(Ordering::Relaxed), ..HistogramSnapshot::default() };
@@ -75,7 +77,7 @@ impl DurationHistogram {
 /// The bucket of a value.
 #[inline]
 fn bucket_of(value: u64) -> usize {
-    // A bucket has its upper bound: the values above 2^k begin the next power.
+    // A bucket includes its upper bound: the values above 2^k start the next power.
     let value = value.saturating_sub(1);
     let shift = (u64::BITS - value.leading_zeros()).saturating_sub(BITS + 1);
     (shift as usize * PER_POWER) + (value >> shift) as usize
@@ -85,7 +87,7 @@ fn bucket_of(value: u64) -> usize {
 fn bound_of(bucket: usize) -> u64 {
     let shift = (bucket / PER_POWER).saturating_sub(1);
     let first = (bucket - shift * PER_POWER) as u128;
-    // Only the last one is past the largest `u64`, by one.
+    // Only the last one exceeds the largest `u64`, by one.
     u64::try_from((first + 1) << shift).unwrap_or(u64::MAX)
 }
 

@@ -1,4 +1,4 @@
-//! Saves that begin and end while other saves sweep the same directory.
+//! Saves that start and finish while other saves clean up the same directory.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,8 @@ use embcache_tests::directory_in;
 
 use crate::made::{ROOT, Table, load, memory, on, save, save_delta};
 
-/// An engine under which another save sweeps `root` before each directory is locked, unless somebody holds `root` at that moment.
+/// An engine under which another save cleans up `root` before each directory is locked, unless `root` is locked at that
+/// time.
 #[derive(Debug)]
 struct Swept {
     inner: Arc<dyn IoEngine>,
@@ -134,7 +135,7 @@ fn no_error_of_the_system_removes_what_a_checkpoint_that_is_being_read_builds_on
             let faults = FaultEngine::new(Arc::new(image.clone()));
             faults.hit_once(operation, passing, IoFault::Fail(errno));
             let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
-            // This save may end well or not.
+            // This save may succeed or not.
             drop(save(&engine, root, &tables(2), 1, 4096, 3));
             for published in [&full, &delta] {
                 let manifest = root.join(published.latest.to_string()).join("manifest.json");

@@ -1,5 +1,5 @@
-//! Saves beside training. Their files are those of a blocking save at the same instant, and no stop or error costs the checkpoint
-//! before.
+//! Asynchronous saves. Their files are those of a blocking save at the same instant, and no stop or error loses the
+//! previous checkpoint.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -66,8 +66,8 @@ pub(crate) fn next_epoch(rigs: &[Rig]) -> u32 {
     rigs.iter().map(|rig| rig.table.epoch().unwrap()).max().unwrap() + 1
 }
 
-/// Save beside training, in full or as a delta on `base`. `between` is called after the moment was taken, and `within` after each
-/// table.
+/// Saves asynchronously, in full or as a delta on `base`. `between` is called after the snapshot was taken, and
+/// `within` after each table.
 pub(crate) fn save_beside(
     engine: &Arc<dyn IoEngine>,
     rigs: &[Rig],
@@ -102,7 +102,7 @@ pub(crate) fn save_blocking(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Result<
     save.publish(&[writer.finish()?], next_epoch(rigs))
 }
 
-/// The files of a checkpoint by their paths, where manifests are without the time of the save.
+/// The files of a checkpoint by their paths, without the time of the save in manifests.
 fn files(engine: &MemoryEngine, dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for path in engine.list(dir).unwrap() {

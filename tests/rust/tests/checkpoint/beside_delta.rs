@@ -1,5 +1,5 @@
-//! Deltas that are saved beside training. No stop costs the chain on which they build, and the next delta is right, in the same run
-//! and in another.
+//! Deltas that are saved asynchronously. No stop loses their base checkpoints, and the next delta is right, in the same
+//! run and in another.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -14,7 +14,7 @@ use embcache_tests::{Rig, directory_in};
 use crate::beside::{loaded, next_epoch, rigs, rows_of, save_beside, save_blocking, train_all};
 use crate::made::{ROOT, memory};
 
-/// Change rows, remove some, and bring some back.
+/// Changes rows, removes some, and inserts some again.
 fn change(rigs: &[Rig], salt: Id) {
     for rig in rigs {
         let gone: Vec<Id> = (0..190).filter(|id| (id + salt) % 11 == 0).collect();
@@ -27,7 +27,7 @@ fn ancestor(saved: &PublishedCheckpoint, next_epoch: u32) -> BaseCheckpoint {
     BaseCheckpoint { name: saved.identity.name.clone(), manifest_xxh3: saved.identity.manifest_xxh3, next_epoch }
 }
 
-/// Save every row. The tables descend from this checkpoint.
+/// Saves every row. The checkpoint becomes the base of the tables.
 fn save_full(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> BaseCheckpoint {
     let next_epoch = next_epoch(rigs);
     let made = ancestor(&save_blocking(engine, rigs).unwrap(), next_epoch);
@@ -38,7 +38,7 @@ fn save_full(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> BaseCheckpoint {
     made
 }
 
-/// Save what changed since `base` while rows change. The tables are told whether this succeeded.
+/// Saves the changes since `base` while rows change, and reports the result to the tables.
 fn save_changes(engine: &Arc<dyn IoEngine>, rigs: &[Rig], base: &BaseCheckpoint) -> embcache::Result<BaseCheckpoint> {
     let next_epoch = next_epoch(rigs);
     let result = save_beside(engine, rigs, Some(base), || change(rigs, 4), || change(rigs, 5), 1);
@@ -49,7 +49,7 @@ fn save_changes(engine: &Arc<dyn IoEngine>, rigs: &[Rig], base: &BaseCheckpoint)
     result
 }
 
-/// Save the next delta on `base`, and check what that sweeps.
+/// Saves the next delta on `base`, and checks the checkpoints that it removes.
 fn goes_on(image: &MemoryEngine, rigs: &[Rig], base: &BaseCheckpoint) {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let now = rows_of(rigs);
@@ -61,7 +61,7 @@ fn goes_on(image: &MemoryEngine, rigs: &[Rig], base: &BaseCheckpoint) {
     assert_eq!(image.list(Path::new(ROOT)).unwrap().len(), 2 + chain.names().count(), "orphans are swept");
 }
 
-/// Begin a run with the checkpoint that `LATEST` names.
+/// Starts a run with the checkpoint that `LATEST` names.
 fn resumed(image: &MemoryEngine) -> (Vec<Rig>, BaseCheckpoint) {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let directory = directory_in(&engine, ROOT);
@@ -115,7 +115,7 @@ fn a_stop_at_every_operation_of_a_delta_beside_training_keeps_the_chain_and_the_
             change(&others, 7);
             goes_on(&image, &others, &latest);
         }
-        // The same process saves again when its disk works again.
+        // The same process saves again after its disk is repaired.
         let image = memory.kill();
         if result.is_err() && loaded(image.clone()) == old {
             goes_on(&image, &all, &base);

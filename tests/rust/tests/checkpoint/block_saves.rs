@@ -1,4 +1,4 @@
-//! Block-level saves: whatever stops one, and whatever operation fails, a load finds the save before or the new one, whole.
+//! RecIS-format saves: after any stop or failed operation, a load finds the previous save or the new one, intact.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -40,7 +40,7 @@ fn a_stop_at_every_operation_leaves_the_save_before_or_the_new_one() {
             assert!(found == old || found == new, "neither, after {stops} changes");
             assert!(result.is_err() || found == new, "a save that succeeded is lost after {stops} changes");
             *if found == old { &mut kept } else { &mut replaced } += 1;
-            // And saving goes on from there, and leaves one save.
+            // A further save succeeds, and leaves one save.
             save(image.clone(), count, 3).expect("saved");
             assert_eq!(load(image.clone()).expect("whole"), contents(3));
             assert_eq!(saves(&image).len(), 1, "what was left is removed");
@@ -99,12 +99,12 @@ fn an_error_of_every_operation_is_typed_and_leaves_the_save_before() {
                     result.expect("nothing failed");
                     break;
                 }
-                // An error of the removal of older saves is no error of the save.
+                // An error while older saves are removed is not an error of the save.
                 if let Err(error) = result {
                     let is_short = operation == IoOperation::Read && fault == IoFault::Tear(libc::EIO);
                     let expected = if is_short { Kind::Corruption } else { Kind::Storage };
                     assert_eq!(error.kind(), expected, "{error}");
-                    // A save of one shard that failed is removed, unless LATEST.blocks names it by then.
+                    // A failed save of one shard is removed, unless LATEST.blocks already names it.
                     let is_named = load(memory.kill()).expect("a whole save") == contents(2);
                     assert_eq!(saves(&memory).len(), 1 + usize::from(is_named), "{error}");
                 }
@@ -181,7 +181,7 @@ fn a_shard_joins_the_save_that_waits_for_it_and_saw_its_steps() {
     let first = begin(&engine, 0, 5, &RecisJoinMode::NewestOrNew, 50).expect("begun");
     let other = begin(&engine, 1, 5, &RecisJoinMode::NewestOrNew, 51).expect("joined");
     assert_eq!(first.name(), other.name());
-    // It is taken, and a shard of other steps belongs to another save.
+    // It is joined, and a shard of another step belongs to another save.
     let again = begin(&engine, 1, 5, &RecisJoinMode::NewestOrNew, 52).expect("another");
     let later = begin(&engine, 1, 6, &RecisJoinMode::NewestOrNew, 53).expect("another");
     assert_ne!(again.name(), first.name());
@@ -189,7 +189,7 @@ fn a_shard_joins_the_save_that_waits_for_it_and_saw_its_steps() {
     let error =
         begin(&engine, 0, 5, &RecisJoinMode::Named(first.name().to_string()), 0).expect_err("it is saved already");
     assert_eq!(error.kind(), Kind::InUse, "{error}");
-    // What a killed shard began is completed by nobody with newer rows.
+    // A save that a killed shard started is not completed with newer rows.
     drop((first, other, again, later));
     let killed = begin(&engine, 0, 7, &RecisJoinMode::New, 54).expect("begun");
     let name = killed.name();
@@ -208,7 +208,7 @@ fn an_older_save_is_not_published_over_a_newer_one_and_shards_must_make_one_tabl
     let error = write(&old[1], shards[1], 5, &contents(2)).expect_err("it is older");
     assert_eq!(error.kind(), Kind::State, "{error}");
     assert_eq!(load(engine.clone()).expect("whole"), contents(3));
-    // Of one save, tables of two steps.
+    // Tables of two steps in one save.
     let shared = begin(&engine, 0, 8, &RecisJoinMode::New, 61).expect("begun");
     write(&shared, shards[0], 8, &contents(2)).expect("written");
     let other = begin(&engine, 1, 8, &RecisJoinMode::Named(shared.name().to_string()), 0).expect("joined");

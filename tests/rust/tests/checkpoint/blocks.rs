@@ -1,5 +1,5 @@
-//! Tensors that grow beside each other in files. Every byte is at its position, there are zeros between them, and no half file
-//! passes for whole.
+//! Tensors that grow adjacent to each other in files. Every byte is at its position, there are zeros between them, and
+//! no partial file counts as complete.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ const ROOT: &str = "/blocks";
 const PAGE: u64 = 4096;
 const CHUNK: usize = 256 << 10;
 
-/// Two files, with tensors of several pieces, of a whole page, of some bytes and of none.
+/// Two files, with tensors of several pieces, of one page, of a few bytes and of none.
 fn layout() -> (Vec<RecisFileSpec>, Vec<RecisBlockRange>) {
     let lengths = [(0, 9_500_001_u64), (0, 4096), (1, 13), (1, 4_300_000), (1, 0)];
     let mut ends = [PAGE; 2];
@@ -34,7 +34,7 @@ fn write(engine: impl IoEngine + 'static, threads: usize) -> embcache::Result<Ve
     let (files, places) = layout();
     let writer = RecisBlockWriter::new(&in_engine(engine), &files, &places, CHUNK, threads)?;
     let mut filled = vec![0_usize; places.len()];
-    // The tensors grow in turns, by lengths that fit neither pages nor pieces.
+    // The tensors grow alternately, by lengths that are multiples of neither pages nor pieces.
     while filled.iter().zip(&places).any(|(filled, place)| (*filled as u64) < place.bytes) {
         for (block, place) in places.iter().enumerate() {
             let count = (place.bytes as usize - filled[block]).min(700_001 + block);

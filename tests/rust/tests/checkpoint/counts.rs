@@ -1,4 +1,4 @@
-//! The counts of ids that wait for rows, in every kind of checkpoint and in the states of the SSD tier.
+//! The admission counts of pending ids, in every kind of checkpoint and in the states of the SSD tier.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -25,7 +25,7 @@ const BAG: usize = 5;
 
 type Counts = BTreeMap<u32, BucketCounts>;
 
-/// Few enough bytes that full buckets forget.
+/// Small memory limits, so that full buckets forget ids.
 fn rules() -> [AdmissionRule; 3] {
     let window_steps = NonZeroU64::new(25);
     [
@@ -35,7 +35,7 @@ fn rules() -> [AdmissionRule; 3] {
     ]
 }
 
-/// The configuration of `rank` in `world`. The tiers differ from rank to rank.
+/// The configuration of `rank` in `world`. The tiers differ between ranks.
 fn rank_of(rank: u32, world: u32, admission: AdmissionRule, place: &str) -> TableConfig {
     let has_ssd = (rank + world).is_multiple_of(2);
     let mut config = config(DIM, OptimizerKind::RowWiseAdagrad, if has_ssd { 60 } else { 5000 });
@@ -71,13 +71,13 @@ fn all(ranks: &[Rig]) -> (Counts, embcache_tests::Contents) {
     (counts, ranks.iter().flat_map(|rig| rig.contents().expect("every row")).collect())
 }
 
-/// The counts, and of each row how often it was used.
+/// The counts, and the number of uses of each row.
 fn uses(ranks: &[Rig]) -> (Counts, BTreeMap<Id, u32>) {
     let (counts, rows) = all(ranks);
     (counts, rows.into_iter().map(|(id, (header, _))| (id, header.count)).collect())
 }
 
-/// A batch of ids of which a few come often, with the clicks of each.
+/// A batch of ids of which a few occur often, with the clicks of each.
 fn batch(step: u64) -> Vec<(Id, u32)> {
     let one = |at: u64| {
         let random = hash_id((step * 1000 + at) as Id);
@@ -87,7 +87,7 @@ fn batch(step: u64) -> Vec<(Id, u32)> {
     (0..80).map(one).collect()
 }
 
-/// Train the ranks on the batches of some steps, each on the ids that it owns.
+/// Trains the ranks on the batches of some steps, each on its own ids.
 fn train(ranks: &[Rig], steps: std::ops::Range<u64>) {
     for step in steps {
         for rig in ranks {
@@ -105,7 +105,7 @@ fn train(ranks: &[Rig], steps: std::ops::Range<u64>) {
     }
 }
 
-/// Forget some rows, and put in a row of an id that waits.
+/// Removes some rows, and inserts a row of a pending id.
 fn disturb(ranks: &[Rig], round: usize) {
     for rig in ranks {
         let rows: Vec<Id> = rig.contents().expect("every row").into_keys().collect();
@@ -140,12 +140,12 @@ fn the_counts_of_a_chain_are_those_of_the_tables_that_saved_it_whatever_ranks_lo
                 load(&engine, &loaded);
                 assert!(all(&loaded) == expected, "rule {number}, {round} deltas, {readers} ranks");
                 if round == 3 {
-                    // Training goes on as it would have gone on without the load.
+                    // Training continues as without the load.
                     let other = ranks(&engine, 2, admission, &format!("{number}-same-{readers}"));
                     load(&engine, &other);
                     train(&loaded, 500..530);
                     train(&other, 500..530);
-                    // The values differ, because other numbers of ids are in a bag.
+                    // The values differ, because the number of ids in a bag differs.
                     assert!(uses(&loaded) == uses(&other), "rule {number}, {readers} ranks go on");
                 }
             }
@@ -260,7 +260,7 @@ fn a_linked_checkpoint_and_a_resume_have_the_counts() {
                 assert!(counts == expected.0);
             }
         }
-        // Read row by row, as by other ranks.
+        // Loaded row by row, like other ranks do.
         chain.table_reader("m", "t", 0..13).expect("its files").load_into(&other.table).expect("loaded");
         assert!(all(std::slice::from_ref(&other)) == expected);
 

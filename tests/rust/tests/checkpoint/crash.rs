@@ -1,4 +1,4 @@
-//! Whatever stops a save, a load finds either the checkpoint before or the new one, whole.
+//! After any stop of a save, a load finds either the previous checkpoint or the new one, intact.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one() {
         assert!(found == old || found == new, "neither, after {stops} changes");
         assert!(result.is_err() || found == new, "a save that succeeded is lost after {stops} changes");
         *if found == old { &mut kept } else { &mut replaced } += 1;
-        // Saving goes on from there.
+        // A further save succeeds.
         save_to(image.clone(), 3).expect("saved");
         assert_eq!(load_from(image.clone()), tables(3));
         assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 3, "orphans are swept");
@@ -71,7 +71,7 @@ fn the_first_save_to_a_directory_is_there_as_a_whole_or_not_at_all() {
 #[test]
 fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself() {
     let latest = Path::new(ROOT).join("LATEST");
-    // LATEST is missing, is damaged, or names a checkpoint that does not exist.
+    // LATEST is missing, is corrupted, or names a checkpoint that does not exist.
     for now in [None, Some("000"), Some("0000000009-0123456789abcdef\n")] {
         let (mut stops, mut kept) = (0, 0);
         loop {
@@ -90,7 +90,7 @@ fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself(
                 let again: Arc<dyn IoEngine> = Arc::new(image.clone());
                 if !load(&again, Path::new(ROOT), 1).is_ok_and(|found| found == tables(2)) {
                     assert!(stopped && result.is_err(), "{now:?}");
-                    // Who puts the line back finds the checkpoint whole.
+                    // After the line is restored, the checkpoint is intact.
                     write_atomically(&image, &latest, &line).expect("written");
                     assert_eq!(load_from(image), tables(1), "{now:?}: lost after {stops} changes");
                     kept += 1;
@@ -159,7 +159,7 @@ fn a_publication_that_fails_removes_what_it_was_to_publish() {
             engine.clear();
             let is_new = load_from(memory.kill()) == tables(2);
             if let Err(error) = published {
-                // LATEST, the file of the lock, and the checkpoint before. The new one stays where LATEST names it by now.
+                // LATEST, the lock file, and the previous checkpoint. The new one is kept if LATEST already names it.
                 let entries = memory.list(Path::new(ROOT)).expect("listed");
                 assert_eq!(entries.len(), 3 + usize::from(is_new), "{operation:?} {passing}: {error}, {entries:?}");
                 failed += 1;
@@ -195,8 +195,8 @@ fn a_read_that_fails_while_loading_is_reported() {
     assert!(passing > 20);
 }
 
-/// Stop `work` at every operation that changes the disk, on a chain of the first `links` versions of the tables. A load then finds
-/// the last of these or the version `after`, and the next save goes on from there.
+/// Stops `work` at every operation that changes the disk, on a chain of the first `links` versions of the tables. A
+/// load then finds the last of these or the version `after`, and a further save succeeds.
 fn stop_everywhere(
     links: usize,
     after: usize,
@@ -224,7 +224,7 @@ fn stop_everywhere(
             let newest = LatestCheckpoint::read(&directory_in(&again, ROOT)).ok();
             if found == moments[links - 1] && newest == Some(saved[links - 1].latest) {
                 kept += 1;
-                // What the next delta builds on is whole.
+                // The base of the next delta is intact.
                 let pair = (&*moments[links - 1], &*moments[3]);
                 let options = on(&newest_identity(&again).expect("the newest"));
                 save_delta(&again, Path::new(ROOT), pair, (1, 400), 9, options).expect("a delta");

@@ -1,4 +1,5 @@
-//! Damaged and hostile checkpoints are refused with typed errors. They never make a load allocate more than the files can hold.
+//! Corrupted and hostile checkpoints are rejected with typed errors. They never make a load allocate more than the size
+//! of the files explains.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -58,7 +59,7 @@ impl Saved {
         self.files().into_iter().find(|path| path.to_string_lossy().ends_with(ending)).expect("there")
     }
 
-    /// Replace text in a file, then make every checksum above it right, as an attacker would.
+    /// Replaces text in a file, then fixes every checksum above it, like an attacker.
     fn forge(&self, ending: &str, from: &str, to: &str) {
         let path = self.file(ending);
         let text = std::fs::read_to_string(&path).expect("text");
@@ -87,8 +88,8 @@ impl Saved {
     }
 }
 
-/// Flip one bit in each `step`-th byte of a file of a checkpoint in memory, from byte `first` on. The result is the number of
-/// flips.
+/// Flips one bit in each `step`-th byte of a file of a checkpoint in memory, starting at byte `first`. Returns the
+/// number of flips.
 fn flip_bits(memory: &MemoryEngine, path: &Path, first: usize, step: usize) -> u64 {
     let good = read_file(memory, path, 1 << 20).expect("read");
     let copy = memory.kill();
@@ -101,7 +102,7 @@ fn flip_bits(memory: &MemoryEngine, path: &Path, first: usize, step: usize) -> u
         let Err(error) = load(&engine, Path::new(ROOT), 2) else {
             panic!("byte {position} of {} may change unseen", path.display());
         };
-        // A flip in a name in LATEST or in a version is refused for another reason, and that is right too.
+        // A flip in a name in LATEST or in a version is correctly rejected for another reason.
         assert!(
             matches!(error.kind(), Kind::Corruption | Kind::Storage | Kind::Unsupported | Kind::Path),
             "byte {position} of {}: {error}",
@@ -137,8 +138,8 @@ fn a_flipped_bit_anywhere_is_found() {
         let flip = |thread: usize| {
             let flip = move |path: &PathBuf| {
                 let is_data = path.extension().is_some_and(|ending| ending == "safetensors");
-                // One bit is flipped in each of many bytes: in every byte of LATEST, every 5th of the manifests, and every 31st of
-                // the data.
+                // One bit is flipped in each of many bytes: in every byte of LATEST, every 5th of the manifests, and
+                // every 31st of the data.
                 let len = read_file(memory, path, 1 << 20).expect("read").len();
                 let step = flips(if is_data { 31 } else { (len / 200).clamp(1, 5) });
                 flip_bits(memory, path, thread * step, THREADS * step)

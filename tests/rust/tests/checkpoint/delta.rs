@@ -1,4 +1,4 @@
-//! A full checkpoint and its deltas load as the rows at the last delta, and as nothing else.
+//! A full checkpoint and its deltas load as exactly the rows at the last delta.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,13 +20,13 @@ fn root() -> &'static Path {
     Path::new(ROOT)
 }
 
-/// Versions of tables. From one to the next, rows change, come, leave and come back.
+/// Versions of tables. Between versions, rows change, are inserted, are removed and are inserted again.
 pub(crate) fn moments(count: u64) -> Vec<Vec<Table>> {
     let at = |salt: u64| {
         let table = |name: &str, optimizer, dim| {
             let mut now = Table::new("m", name, optimizer, dim, &(0..60).collect::<Vec<Id>>(), 0);
             for moment in 1..=salt {
-                // One in eight ids changes. One in nine leaves, and is back in the version after the next.
+                // One in eight ids changes. One in nine is removed, and is inserted again two versions later.
                 let ids: Vec<Id> = (0..90 + moment as Id).filter(|id| (*id + moment as Id) % 8 == 0).collect();
                 now.rows.extend(Table::new("m", name, optimizer, dim, &ids, moment).rows);
                 now.rows.retain(|id, _| (*id + moment as Id) % 9 != 0);
@@ -41,7 +41,7 @@ pub(crate) fn moments(count: u64) -> Vec<Vec<Table>> {
     (0..count).map(at).collect()
 }
 
-/// Save the versions as a full checkpoint and deltas. `worlds` are the numbers of ranks that save each.
+/// Saves the versions as a full checkpoint and deltas. `worlds` are the numbers of ranks that save each.
 pub(crate) fn save_chain(
     engine: &Arc<dyn IoEngine>,
     moments: &[Vec<Table>],
@@ -57,7 +57,7 @@ pub(crate) fn save_chain(
     saved
 }
 
-/// Merge the checkpoint that `LATEST` names with those it builds on, by `world` ranks.
+/// Merges the checkpoint that `LATEST` names with its base checkpoints, by `world` ranks.
 pub(crate) fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> embcache::Result<PublishedCheckpoint> {
     let directory = directory_in(engine, root());
     let latest = LatestCheckpoint::read(&directory)?;
@@ -149,7 +149,7 @@ fn a_missing_link_and_another_in_its_place_are_refused() {
         let error = load(&engine, root(), 1).expect_err("a gap");
         assert_eq!(error.kind(), Kind::Corruption);
         assert!(error.to_string().contains(&saved[broken].identity.name), "{error}");
-        // This checkpoint has the same name and is whole too, but it comes from another run.
+        // This checkpoint has the same name and is intact too, but it comes from another run.
         let (other, foreign) = in_memory();
         let options = [SaveOptions::default(), on(&saved[0].identity), on(&saved[1].identity)];
         let name: CheckpointName = saved[broken].identity.name.parse().expect("a name");
@@ -163,7 +163,7 @@ fn a_missing_link_and_another_in_its_place_are_refused() {
     }
 }
 
-/// Make the next save to `other` number `seq`, and give it what it builds on as that is in `memory`.
+/// Makes the next save to `other` number `seq`, and copies its base checkpoints from `memory`.
 fn place_before(
     (memory, other): (&MemoryEngine, &MemoryEngine),
     seq: u64,
@@ -180,7 +180,7 @@ fn place_before(
     }
 }
 
-/// Save the rows of another version under the name that the version `broken` had.
+/// Saves the rows of another version under the name of the version `broken`.
 fn save_delta_or_full(
     engine: &Arc<dyn IoEngine>,
     moments: &[Vec<Table>],
@@ -198,7 +198,7 @@ fn save_delta_or_full(
     }
 }
 
-/// Copy the files of a directory.
+/// Copies the files of a directory.
 fn copy(from: &MemoryEngine, to: &MemoryEngine, dir: &Path) {
     to.create_dir_all(dir).expect("made");
     for path in from.list(dir).expect("listed") {
@@ -220,7 +220,7 @@ fn a_delta_on_what_is_no_longer_the_newest_is_not_published() {
     let moments = moments(3);
     let (_, engine) = in_memory();
     let saved = save_chain(&engine, &moments[..2], &[1]);
-    // Two deltas on the same parent are saved at once. The first one wins, and its parent stays.
+    // Two deltas on the same parent are saved concurrently. The first one wins, and its parent is kept.
     let second = CheckpointSave::begin_with(&directory_in(&engine, root()), 1, on(&saved[1].identity)).expect("begun");
     save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 2, on(&saved[1].identity)).expect("published");
     assert_eq!(kind(second.publish(&[], 1)), Kind::State, "without ranks there is nothing to publish");
@@ -307,7 +307,7 @@ fn a_save_on_a_long_chain_reads_each_manifest_of_it_a_few_times() {
     let mut parent = save(&engine, root(), &table(0), 1, 9000, 0).expect("saved").identity;
     for salt in 1..=DELTAS {
         if salt == DELTAS {
-            // If a save opened so many files, it would fail.
+            // If a save opened this many files, it would fail.
             faulty.hit_once(IoOperation::Open, 5 * DELTAS, IoFault::Fail(5));
         }
         let states = (&table(salt - 1)[..], &table(salt)[..]);

@@ -1,5 +1,5 @@
-//! Extents and parts. Bytes come back as they were written, damage is found, and a stop leaves the checkpoint before or the new
-//! one.
+//! Dense extents and parts. Bytes are read as they were written, corruption is detected, and a stop leaves the previous
+//! checkpoint or the new one.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::made::{ROOT, Table, kind, load, memory};
 const WORLD: u32 = 2;
 const META: &[u8] = b"what the extents mean";
 
-/// Bytes that follow from their position and `salt`.
+/// Bytes that are determined by their position and `salt`.
 fn bytes(len: usize, salt: u64) -> Vec<u8> {
     (0..len).map(|at| hash_id((at as u64 / 8) as i64 ^ (salt << 40) as i64).to_le_bytes()[at % 8]).collect()
 }
@@ -35,10 +35,10 @@ fn tables(salt: u64) -> Vec<Table> {
     vec![Table::new("m", "a", RowWiseAdagrad, 3, &ids, salt)]
 }
 
-/// What [`Save::adopt`] takes from a rank.
+/// The arguments of [`CheckpointSave::adopt`] from a rank.
 type Named = Vec<(CheckpointDirectory, PartName, RankDigest)>;
 
-/// Write the parts of one rank. One part has tables, the other extents.
+/// Writes the parts of one rank. One part has tables, the other extents.
 fn write(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
@@ -67,7 +67,7 @@ fn write(
     Ok((extents, vec![sparse, dense], digests))
 }
 
-/// Save as two ranks. The result is the extents of each rank.
+/// Saves as two ranks. Returns the extents of each rank.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Result<Vec<Vec<DenseExtent>>> {
     let directory = directory_in(engine, root);
     remove_stale_parts(&directory)?;

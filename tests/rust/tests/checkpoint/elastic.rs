@@ -1,4 +1,5 @@
-//! Some ranks save tables of the cache, and others load them. Every row, slot and metadata is the same, whatever tiers either have.
+//! Some ranks save tables of the cache, and others load them. Every row, slot and metadata is the same, for any tiers
+//! of both.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ fn ids() -> Vec<Id> {
     (0..ROWS).map(|n| hash_id(n) as Id).collect()
 }
 
-/// The configuration of `rank` in `world`. The tiers differ from rank to rank: RAM; RAM and SSD; all three.
+/// The configuration of `rank` in `world`. The tiers differ between ranks: RAM; RAM and SSD; all three.
 fn rank_of(rank: u32, world: u32, dim: usize, optimizer: OptimizerKind, place: &str) -> TableConfig {
     let kind = (rank + world) % 3;
     let mut config = config(dim, optimizer, if kind == 0 { 2 * ROWS as u64 } else { 150 });
@@ -38,7 +39,7 @@ fn ranks(engine: &Arc<dyn IoEngine>, world: u32, dim: usize, optimizer: Optimize
     (0..world).map(open).collect()
 }
 
-/// Train the own ids of every rank in batches, and some of them twice.
+/// Trains the own ids of every rank in batches, and some of them twice.
 fn train(ranks: &[Rig]) -> Contents {
     for rig in ranks {
         let config = rig.table.config();
@@ -60,7 +61,7 @@ fn save(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize) {
     save_on(engine, ranks, group_bytes, None);
 }
 
-/// Save all rows, or what changed since an ancestor. The result is the ancestor on which the next delta builds.
+/// Saves all rows, or the changes since a base. Returns the base of the next delta.
 fn save_on(
     engine: &Arc<dyn IoEngine>,
     ranks: &[Rig],
@@ -70,7 +71,7 @@ fn save_on(
     try_save_on(engine, ranks, group_bytes, on).expect("saved")
 }
 
-/// As `save_on`, on a disk that may fail.
+/// Like `save_on`, on a disk that may fail.
 pub(crate) fn try_save_on(
     engine: &Arc<dyn IoEngine>,
     ranks: &[Rig],
@@ -97,7 +98,7 @@ pub(crate) fn try_save_on(
     Ok(BaseCheckpoint { name, manifest_xxh3, next_epoch })
 }
 
-/// Do what `save_on` does, and let the ranks go on from there.
+/// Like `save_on`, and sets the checkpoint as the base of the ranks.
 pub(crate) fn go_on(
     engine: &Arc<dyn IoEngine>,
     ranks: &[Rig],
@@ -156,7 +157,7 @@ fn a_chain_loads_into_any_tiers_as_the_tables_were_when_its_last_link_was_saved(
 
 #[test]
 fn any_number_of_ranks_loads_the_tables_of_any_other_into_any_tiers() {
-    // Rows of 64 bytes are copied past the processor's caches, and those of 20 bytes are not.
+    // Rows of 64 bytes are copied with non-temporal stores, and those of 20 bytes are not.
     for (dim, optimizer) in
         [(16, OptimizerKind::Adam), (5, OptimizerKind::RowWiseAdagrad), (7, OptimizerKind::PartialRowWiseAdam)]
     {
@@ -168,7 +169,7 @@ fn any_number_of_ranks_loads_the_tables_of_any_other_into_any_tiers() {
             save(&engine, &saved, 20_000);
             for readers in 1..=4 {
                 let loaded = ranks(&engine, readers, dim, optimizer, &format!("loaded-{writers}"));
-                // Rows that were there before go.
+                // Rows that existed before are removed.
                 loaded[0].train(&[loaded_id(&loaded[0])], 1, 5).expect("trained");
                 load(&engine, &loaded);
                 assert!(all(&loaded) == expected, "{writers} to {readers} ranks, dim {dim}");
@@ -206,7 +207,7 @@ fn a_loaded_table_trains_on_as_the_one_that_was_saved() {
     assert!(all(&loaded) == all(&saved));
 }
 
-/// Looks rows up whenever an export asks whether there is room, so that other rows leave for the SSD tier.
+/// Looks rows up whenever an export checks for space, so that other rows are demoted to the SSD tier.
 struct Reading<'a> {
     rig: &'a Rig,
     turn: i64,

@@ -1,4 +1,4 @@
-//! Serving checkpoints: the rows of a chain without slots, in each precision. What trains refuses them.
+//! Serving checkpoints: the rows of a chain without slots, in each precision. Training rejects them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,8 @@ pub(crate) fn ids() -> Vec<Id> {
     (0..700).map(|n| hash_id(n) as Id).collect()
 }
 
-/// Tables of widths whose rows are whole lines, and of others whose stored rows are odd numbers of bytes.
+/// Tables of widths whose rows are multiples of cache lines, and of others whose stored rows have an odd number of
+/// bytes.
 pub(crate) fn tables(ids: &[Id], salt: u64) -> Vec<Table> {
     use OptimizerKind::{Adam, PartialRowWiseAdam, RowWiseAdagrad, Sgd};
     let wanted = [("a", RowWiseAdagrad, 16), ("b", Adam, 3), ("c", Sgd, 1), ("d", PartialRowWiseAdam, 64)];
@@ -42,7 +43,7 @@ pub(crate) fn tables(ids: &[Id], salt: u64) -> Vec<Table> {
     wanted.into_iter().map(|(name, kind, dim)| small(Table::new("m", name, kind, dim, ids, salt))).collect()
 }
 
-/// A chain of two ranks: a full checkpoint, and a delta in which rows changed, left and came.
+/// A chain of two ranks: a full checkpoint, and a delta in which rows were changed, removed and inserted.
 fn chain(engine: &Arc<dyn IoEngine>) -> (CheckpointChain, Vec<Table>) {
     let (before, mut now) = (tables(&ids()[..600], 1), tables(&ids(), 2));
     for (before, now) in before.iter().zip(&mut now) {
@@ -86,7 +87,7 @@ fn rows(chain: &CheckpointChain, table: &str, buckets: std::ops::Range<u32>) -> 
     found
 }
 
-/// What a row reads that was stored in a precision, without slots.
+/// The values of a row that was stored in a precision, without slots.
 pub(crate) fn expected(row: &[f32], dim: usize, precision: WeightPrecision) -> Vec<u32> {
     let (mut stored, mut read) = (vec![0; precision.row_bytes(dim)], vec![0.0; dim]);
     precision.store(&row[..dim], dim, &mut stored).expect("held");
@@ -101,7 +102,7 @@ fn a_server_reads_what_a_serving_checkpoint_stores() {
         let (from, tables) = chain(&engine);
         serve(&engine, &from, precision).expect("made");
         let serving = TableServer::open(directory_in(&engine, SERVED), ServeOptions::default()).expect("opened");
-        // Made again, as a newer checkpoint, which the server finds.
+        // Converted again, as a newer checkpoint, which the server finds.
         serve(&engine, &from, WeightPrecision::Fp16).expect("made");
         let first = serving.pin().expect("a version");
         serving.poll().expect("a look");

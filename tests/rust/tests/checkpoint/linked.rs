@@ -1,5 +1,5 @@
-//! Linked checkpoints: the segments of a table's SSD tier are linked and not written again. They are whole after every stop, do not
-//! change when the table goes on, and can be opened as a table again.
+//! Linked checkpoints: the segments of a table's SSD tier are hard-linked and not written again. They are intact after
+//! every stop, do not change when the table continues, and can be opened as a table again.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -68,10 +68,10 @@ pub(crate) fn chain(engine: &Arc<dyn IoEngine>) -> embcache::Result<CheckpointCh
     CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)
 }
 
-/// The rows of the newest checkpoint, read in the same way as those of any checkpoint.
+/// The rows of the latest checkpoint, read like those of any checkpoint.
 pub(crate) fn read(engine: &Arc<dyn IoEngine>) -> embcache::Result<Contents> {
     let mut rows = Contents::new();
-    // They are read in two parts, each of which leaves out the rows of the other.
+    // They are read in two parts, each of which skips the rows of the other.
     for buckets in [0..5, 5..13] {
         chain(engine)?.table_reader("m", "t", buckets)?.read(&mut |headers, vectors| {
             let floats = vectors.len() / headers.len();
@@ -85,7 +85,7 @@ pub(crate) fn read(engine: &Arc<dyn IoEngine>) -> embcache::Result<Contents> {
     Ok(rows)
 }
 
-/// The table that is opened from the newest checkpoint, which is a linked one.
+/// The table that is opened from the latest checkpoint, which is a linked one.
 pub(crate) fn open(engine: &Arc<dyn IoEngine>) -> embcache::Result<Table> {
     let chain = chain(engine)?;
     let files = chain.links()[0].segments_of("m", "t", &(0..13))?.expect("a snapshot's segments");
@@ -150,7 +150,7 @@ fn a_stop_at_every_operation_leaves_the_checkpoint_before_or_the_snapshot_and_th
                 kept += 1;
                 let resumed = Rig::open(table_config(ReopenMode::Resume), Arc::clone(&image)).expect("resumed");
                 assert_eq!(resumed.contents().expect("exported"), old, "after {stops} changes");
-                // Saving goes on from there.
+                // A further save succeeds.
                 save(&image, &resumed.table, 3, true).expect("saved");
                 assert_eq!(read(&image).expect("read"), old);
             }
@@ -214,7 +214,7 @@ fn a_table_goes_on_from_a_snapshot_as_if_it_had_never_stopped() {
     drop(rig);
     let table = open(&engine).expect("opened");
     assert_eq!((table.step().expect("open"), table.epoch().expect("open")), (10, epoch));
-    // What is flushed from there is resumed.
+    // A flush of this table is resumed.
     table.flush(1).expect("flushed");
     drop(table);
     let rig = Rig::open(table_config(ReopenMode::Resume), Arc::clone(&engine)).expect("resumed");
@@ -299,7 +299,7 @@ fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
     let error = snapshot.links()[0].segments_of("m", "t", &(0..7)).expect_err("other buckets");
     assert_eq!(error.kind(), Kind::Mismatch);
     assert!(error.to_string().contains(&format!("`embcache compact {ROOT}`")), "{error}");
-    // The checkpoint is divided anew, once elsewhere and once in its own directory.
+    // The checkpoint is resharded, once elsewhere and once in its own directory.
     let elsewhere = Path::new("/checkpoints/elsewhere");
     engine.create_dir_all(elsewhere).expect("made");
     let elsewhere = directory_in(&engine, elsewhere);

@@ -1,5 +1,5 @@
-//! Linked checkpoints that are linked back into tables. A table is whole after every stop of a load, and has no file that somebody
-//! else may write.
+//! Linked checkpoints that are linked back into tables. A table is intact after every stop of a load, and has no file
+//! that another process may write.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -85,7 +85,7 @@ fn a_snapshot_that_is_removed_while_it_is_loaded_is_missed() {
     let error = std::thread::scope(|scope| {
         let loading = scope.spawn(|| open(&shared).map(drop));
         engine.wait_until_held();
-        // The files are open by now, and have no name that keeps a tier from writing them again.
+        // The files are open at this point, and have no name that keeps a tier from writing them again.
         for path in &paths {
             memory.remove_file(path).expect("removed");
         }

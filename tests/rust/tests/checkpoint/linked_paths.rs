@@ -1,5 +1,5 @@
-//! Somebody changes what lies between an SSD tier and its linked checkpoint while files are linked. Nothing is made elsewhere, and
-//! nothing else is linked.
+//! An attacker changes the directories between an SSD tier and its linked checkpoint while files are linked. Nothing is
+//! created elsewhere, and nothing else is linked.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,7 +22,7 @@ struct Fixture {
     base: tempfile::TempDir,
     root: PathBuf,
     tier: PathBuf,
-    /// A directory of somebody else, with a file of each segment's name.
+    /// A directory of another user, with a file of each segment's name.
     victim: PathBuf,
     engine: FaultEngine,
 }
@@ -52,7 +52,7 @@ impl Fixture {
         rig
     }
 
-    /// Save a linked checkpoint through paths as they were checked.
+    /// Saves a linked checkpoint through the checked paths.
     fn save(&self, table: &Table) -> embcache::Result<LinkedTable> {
         let (root, directory) = open_to_save(&self.root)?;
         let engine =
@@ -66,7 +66,7 @@ impl Fixture {
         Ok(linked)
     }
 
-    /// The segments of the linked checkpoint, wherever its directory is by now.
+    /// The segments of the linked checkpoint, at the present location of its directory.
     fn segments(&self, root: &Path) -> embcache::Result<LinkedSegments> {
         let (root, directory) = open_to_load(root)?;
         let engine =
@@ -83,7 +83,7 @@ impl Fixture {
         contents(&table.expect("opened"))
     }
 
-    /// Do `attack` while `work` is about to link the first file.
+    /// Runs `attack` while `work` is about to link the first file.
     fn amid<T: Send>(&self, work: impl FnOnce() -> T + Send, attack: impl FnOnce()) -> T {
         self.engine.hold(IoOperation::Link);
         std::thread::scope(|scope| {
@@ -138,7 +138,7 @@ fn a_tables_directory_swapped_for_a_link_amid_the_links_is_refused() {
     let error = fixture.amid(|| fixture.save(&rig.table), swap).expect_err("a link is in the way");
     assert_eq!(error.kind(), Kind::Path, "{error}");
     assert!(names(&fixture.victim).is_empty() && !error.to_string().contains("/proc/self/fd"), "{error}");
-    // Nothing names the save that was begun.
+    // Nothing names the unfinished save.
     assert!(!fixture.root.join("LATEST").exists());
 }
 
@@ -153,7 +153,7 @@ fn what_takes_the_name_of_a_segment_is_not_linked() {
             let segments = segments_in(&fixture.tier);
             assert!(segments.len() > 1);
             for path in segments {
-                // This is what one would do to get a file of one's own into the checkpoint. The segment stays, under another name.
+                // An attacker could try this to put a file into the checkpoint. The segment stays, under another name.
                 fs::rename(&path, path.with_extension("moved")).expect("renamed");
                 if kind == "link" {
                     symlink(&secret, &path).expect("linked");

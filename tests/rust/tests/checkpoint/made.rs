@@ -19,7 +19,8 @@ use embcache_tests::directory_in;
 /// The directory to which the tests save.
 pub(crate) const ROOT: &str = "/checkpoints/sparse";
 
-/// The identity of the newest checkpoint in [`ROOT`]. It differs between saves of the same rows, because manifests have the time.
+/// The identity of the latest checkpoint in [`ROOT`]. It differs between saves of the same rows, because manifests have
+/// the time.
 pub(crate) fn newest_identity(engine: &Arc<dyn IoEngine>) -> Result<CheckpointId> {
     let directory = directory_in(engine, ROOT);
     Ok(CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)?.identity())
@@ -35,7 +36,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// A table of rows whose values all follow from the id and `salt`.
+    /// A table of rows whose values are determined by the id and `salt`.
     pub(crate) fn new(module: &str, table: &str, optimizer: OptimizerKind, dim: usize, ids: &[Id], salt: u64) -> Self {
         let layout = optimizer.layout(dim);
         let row = |id: Id| {
@@ -101,9 +102,9 @@ impl Table {
     }
 }
 
-/// Stop `work` at one operation that changes the disk after the other, each time on the disk that `disk` makes. `check` gets each disk that
-/// a stop can leave (after a crash, after a kill, and torn in `torn` ways), what `work` returned, and after how many changes the stop came.
-/// Returns how many stops there were.
+/// Stops `work` at each operation that changes the disk, each time on a disk from `disk`. `check` receives each
+/// possible state of the disk after the stop (after a power cut, after a kill, and `torn` times with a random part of
+/// the unsynced writes), the result of `work`, and the number of changes before the stop. Returns the number of stops.
 pub(crate) fn stop_at_each_change(
     disk: impl Fn() -> MemoryEngine,
     torn: u64,
@@ -128,14 +129,14 @@ pub(crate) fn stop_at_each_change(
     }
 }
 
-/// The buckets of a rank, as `TorchRec` splits them. The first ranks have one bucket more.
+/// The buckets of a rank, as split by `TorchRec`. The first ranks have one bucket more.
 pub(crate) fn split(total: u32, rank: u32, world: u32) -> Range<u32> {
     let (each, more) = (total / world, total % world);
     let begin = rank * each + rank.min(more);
     begin..begin + each + u32::from(rank < more)
 }
 
-/// Save tables that are split over `world` ranks, in groups of at most `group_bytes` bytes.
+/// Saves tables that are split over `world` ranks, in groups of at most `group_bytes` bytes.
 pub(crate) fn save(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
@@ -147,7 +148,7 @@ pub(crate) fn save(
     save_with(engine, root, tables, (world, group_bytes), random, SaveOptions::default())
 }
 
-/// Does what `save` does, with options.
+/// Like `save`, with options.
 pub(crate) fn save_with(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
@@ -159,7 +160,7 @@ pub(crate) fn save_with(
     save_to(&directory_in(engine, root), tables, ranks, random, options)
 }
 
-/// Does what `save_with` does, in a directory.
+/// Like `save_with`, in a directory.
 pub(crate) fn save_to(
     directory: &CheckpointDirectory,
     tables: &[Table],
@@ -171,7 +172,7 @@ pub(crate) fn save_to(
     save.publish(&digests, 1)
 }
 
-/// A save whose ranks have written everything, and which is to be published with their digests.
+/// A save whose ranks have written everything, ready to be published with their digests.
 pub(crate) fn write(
     directory: &CheckpointDirectory,
     tables: &[Table],
@@ -194,7 +195,7 @@ pub(crate) fn write(
     Ok((save, digests))
 }
 
-/// Save what changed from `before` to `now`, split over `world` ranks, on top of `parent`.
+/// Saves the changes from `before` to `now`, split over `world` ranks, on `parent`.
 pub(crate) fn save_delta(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
@@ -207,7 +208,7 @@ pub(crate) fn save_delta(
     save.publish(&digests, 1)
 }
 
-/// A delta whose ranks have written everything, and which is to be published with their digests.
+/// A delta whose ranks have written everything, ready to be published with their digests.
 pub(crate) fn write_delta(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
@@ -226,7 +227,7 @@ pub(crate) fn write_delta(
                 let (was, is) = (before.part(&buckets), now.part(&buckets));
                 let mut changed = now.clone();
                 changed.rows.retain(|id, row| was.get(id) != Some(row));
-                // A tombstone of a row that is there again, or that never was there, does no harm.
+                // A tombstone of a row that exists again, or that never existed, has no effect.
                 let mut left: Vec<Id> = was.keys().copied().filter(|id| is.get(id) != was.get(id)).collect();
                 left.extend((1000..1005).filter(|&id| buckets.contains(&now.spec.bucketing().of(id))));
                 let changes = DeltaChanges { tombstones: &left, sweeps: &[], total_rows: is.len() as u64 };
@@ -239,22 +240,22 @@ pub(crate) fn write_delta(
     Ok((save, digests))
 }
 
-/// The options of a save that builds on `parent`.
+/// The options of a save that is based on `parent`.
 pub(crate) fn on(parent: &CheckpointId) -> SaveOptions {
     SaveOptions { parent: Some(parent.clone()), ..SaveOptions::default() }
 }
 
-/// Load the checkpoint that `LATEST` names as `world` ranks. Each must get its own buckets and nothing else.
+/// Loads the checkpoint that `LATEST` names as `world` ranks. Each must get exactly its own buckets.
 pub(crate) fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Result<Vec<Table>> {
     load_from(&directory_in(engine, root), world)
 }
 
-/// Does what `load` does, in a directory.
+/// Like `load`, in a directory.
 pub(crate) fn load_from(directory: &CheckpointDirectory, world: u32) -> Result<Vec<Table>> {
     load_link(directory, world, LatestCheckpoint::read(directory)?, None)
 }
 
-/// Does what `load` does, with any checkpoint, and holds at most `held` ids of deltas at once.
+/// Like `load`, with any checkpoint, and at most `held` ids of deltas in memory.
 pub(crate) fn load_chain(
     engine: &Arc<dyn IoEngine>,
     root: &Path,

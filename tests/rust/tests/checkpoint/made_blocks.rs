@@ -1,4 +1,4 @@
-//! Block-level saves and loads for the tests.
+//! RecIS-format saves and loads for the tests.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,7 +16,7 @@ pub(crate) const ROOT: &str = "/blocks";
 pub(crate) const BUCKETS: u32 = 7;
 const RUN_ROWS: usize = 10;
 
-/// What a load finds: weights by id, and a dense tensor.
+/// The result of a load: weights by id, and a dense tensor.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Found {
     pub(crate) rows: BTreeMap<Id, f32>,
@@ -27,7 +27,7 @@ fn bucketing() -> BucketMapper {
     BucketMapper::new(BUCKETS)
 }
 
-/// Rows and a tensor that follow from `salt`.
+/// Rows and a tensor that are determined by `salt`.
 pub(crate) fn contents(salt: u32) -> Found {
     let rows = (0..40 + i64::from(salt)).map(|id| (id * 7919 - 100, (id as f32) + salt as f32)).collect();
     Found { rows, dense: (0..70_000_u32).map(|n| (n * salt + n / 251) as u8).collect() }
@@ -50,7 +50,7 @@ fn buckets_of(shard: RecisShard) -> [u32; 2] {
     [start(shard.index), start(shard.index + 1)]
 }
 
-/// Append in two pieces, so that a stop can come between them.
+/// Appends in two pieces, so that a stop can happen between them.
 fn append(writer: &RecisShardWriter, block: usize, data: &[u8]) -> Result<()> {
     let half = data.len() / 2;
     for part in [&data[..half], &data[half..]] {
@@ -74,7 +74,7 @@ fn share(shard: RecisShard, step: u64, runs: Vec<u64>) -> RecisTableShare {
     }
 }
 
-/// Write one shard's part of `what`; the error comes after the part was given up, as Python's sessions do it.
+/// Writes one shard's part of the contents; an error is returned after the part was cancelled, as in Python's sessions.
 pub(crate) fn write(save: &RecisSave, shard: RecisShard, step: u64, what: &Found) -> Result<RecisShardOutcome> {
     let [begin, end] = buckets_of(shard);
     let bucket = |id: Id| bucketing().of(id);
@@ -118,7 +118,7 @@ pub(crate) fn steps(step: u64) -> Vec<(String, u64)> {
     vec![("item".into(), step)]
 }
 
-/// Save `what` by `count` shards, one after the other.
+/// Saves the contents in `count` shards, one after the other.
 pub(crate) fn save(engine: impl IoEngine + 'static, count: u32, salt: u32) -> Result<()> {
     let directory = directory(engine);
     for index in 0..count {
@@ -152,7 +152,7 @@ pub(crate) fn load_some(engine: impl IoEngine + 'static, buckets: std::ops::Rang
     }
     let (_, shape) = reader.tensors().next().expect("the tensor");
     found.dense = vec![0; shape.bytes as usize];
-    // In windows that fit no chunk.
+    // In windows that do not align with chunks.
     for (n, window) in found.dense.chunks_mut(30_011).enumerate() {
         reader.read_tensor("w", n as u64 * 30_011, window)?;
     }

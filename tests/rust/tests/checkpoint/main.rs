@@ -1,4 +1,4 @@
-//! Checkpoints: round trips over numbers of ranks, damage of every kind, and crashes at every operation.
+//! Checkpoints: round trips over numbers of ranks, corruption of every kind, and crashes at every operation.
 
 mod at_once;
 mod beside;

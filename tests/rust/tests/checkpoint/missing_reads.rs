@@ -1,5 +1,5 @@
-//! Every kind of checkpoint says which values an evaluation reads for an id without a row, so that a reader without the table's configuration
-//! reads the same.
+//! Every kind of checkpoint contains the values that an evaluation reads for a missing id, so that a reader without the
+//! table's configuration reads the same.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,7 +20,7 @@ use embcache_tests::{Rig, config, directory_in};
 use crate::elastic::go_on;
 use crate::made::{ROOT, Table, kind, memory, save};
 
-/// True for a table with a shared row, and the values that an evaluation reads.
+/// True for a table with an OOV row, and the values that an evaluation reads.
 const CASES: [(bool, MissingRead); 8] = [
     (false, Initial),
     (false, Zeros),
@@ -48,7 +48,7 @@ fn newest(engine: &Arc<dyn IoEngine>, root: &str) -> CheckpointChain {
     CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint")).expect("opened")
 }
 
-/// The newest checkpoint says that an evaluation reads `said`.
+/// Checks that an evaluation reads `said` according to the latest checkpoint.
 fn check(chain: &CheckpointChain, said: MissingRead, what: &str) {
     assert_eq!(chain.manifest().tables[0].spec.missing_read, said, "{what}");
     let reader = chain.table_reader("m", "t", 0..13).expect("its files");

@@ -1,4 +1,4 @@
-//! Checkpoints that files elsewhere refer to.
+//! Checkpoints that are referenced by files elsewhere.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What is saved is what is loaded, by any number of ranks.
+//! Loaded tables equal the saved ones, for any number of ranks.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -132,7 +132,7 @@ fn a_rank_reads_its_own_byte_ranges_only() {
     let table = Table::new("m", "t", Sgd, 256, &(0..14_000).collect::<Vec<Id>>(), 1);
     let latest = save(&engine, dir.path(), std::slice::from_ref(&table), 1, 64 << 20, 7).expect("saved").latest;
     let path = dir.path().join(latest.name.to_string()).join("m+t/0-of-1.0.safetensors");
-    // Damage all weights past the chunk in which those of bucket 0 (rows of 1 KiB) end.
+    // Corrupt all weights after the chunk in which those of bucket 0 (rows of 1 KiB) end.
     let own = table.part(&split(7, 0, 7)).len();
     let mut bytes = std::fs::read(&path).expect("read");
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("8")) as usize;
@@ -288,7 +288,8 @@ fn a_look_that_fails_makes_no_checkpoint_missing_and_removes_none() {
                 continue;
             }
         }
-        // All looks of a save but those of its sweep must succeed. Whatever happens to the save, what `LATEST` names is whole.
+        // All reads of a save except those of its cleanup must succeed. For any result of the save, the checkpoint that
+        // `LATEST` names is intact.
         let saved = save(&engine, root, &older, 1, 4096, 3);
         fault.clear();
         let expected = if saved.is_ok() { &older } else { &newer };

@@ -1,4 +1,4 @@
-//! Checks of what is served, for the tests of this folder and for those of hostile files.
+//! Checks of served rows, for the tests of this folder and for those of hostile files.
 
 use embcache::rows::RowInitializer;
 use embcache::serve::{ServedTable, TableServer};

@@ -1,4 +1,4 @@
-//! Serving: every row of a checkpoint, whatever chain of deltas it is, is what a load gives.
+//! Serving: every row of a checkpoint, with any chain of deltas, equals the result of a load.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use embcache_tests::{Contents, directory_in};
 use super::made::{ROOT, Table, kind, load, memory, on, save, save_delta, save_with};
 use super::served::check;
 
-/// The rows of table "t" of module "m", as the current version has them, and no others of some ids.
+/// Checks that the current version has exactly these rows of table "t" of module "m", for some ids.
 pub(crate) fn check_rows(serving: &TableServer, expected: &Contents) {
     let version = serving.pin().expect("a version");
     let table = version.table("m/t").expect("the table");
@@ -35,8 +35,8 @@ pub(crate) fn check_rows(serving: &TableServer, expected: &Contents) {
     }
 }
 
-/// The rows of table "t" of module "m" as of the newest checkpoint, served by the newest index that there is and the deltas after it, and where
-/// `anew`, by an index that is made of the whole chain.
+/// Checks the rows of table "t" of module "m" in the latest checkpoint, served by the latest existing index and the
+/// deltas after it, and with `anew`, by an index that is built from the entire chain.
 pub(crate) fn check_contents(engine: &Arc<dyn IoEngine>, expected: &Contents, anew: bool) {
     let check = || check_rows(&opened(engine, Path::new(ROOT), ServeOptions::default()), expected);
     check();
@@ -84,7 +84,7 @@ fn every_row_is_served_whatever_the_number_of_ranks_that_saved_it() {
     }
 }
 
-/// The tables after some rows changed, some left and some came.
+/// The tables after some rows were changed, removed and inserted.
 pub(crate) fn changed(before: &[Table], salt: u64) -> Vec<Table> {
     let mut after = before.to_vec();
     for table in &mut after {
@@ -169,7 +169,7 @@ pub(crate) fn opened(engine: &Arc<dyn IoEngine>, root: &Path, options: ServeOpti
     TableServer::open(directory_in(engine, root), options).expect("opened")
 }
 
-/// A directory on disk with a full checkpoint of `tables(5)`, and what was saved.
+/// A directory on disk with a full checkpoint of `tables(5)`, and its contents.
 pub(crate) fn saved_on_disk() -> (tempfile::TempDir, Arc<dyn IoEngine>, Vec<Table>, CheckpointId) {
     let dir = tempfile::tempdir().expect("a directory");
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::new(false));
@@ -178,7 +178,7 @@ pub(crate) fn saved_on_disk() -> (tempfile::TempDir, Arc<dyn IoEngine>, Vec<Tabl
     (dir, engine, saved, parent)
 }
 
-/// Every file of a checkpoint whose name ends so.
+/// Every file of a checkpoint whose name has this ending.
 pub(crate) fn files(root: &Path, checkpoint: &str, ending: &str) -> Vec<std::path::PathBuf> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(root.join(checkpoint)).expect("a directory") {
@@ -223,7 +223,7 @@ fn a_delta_that_is_damaged_anywhere_leaves_the_version_before_serving() {
                 check(&serving, &before);
                 assert!(serving.stats().last_error.is_some());
             } else {
-                // Optimizer slots are not read. Whatever else is damaged is refused.
+                // Optimizer slots are not read. Any other corruption is rejected.
                 served += 1;
                 check(&serving, &after);
                 serving = serving_before();
@@ -282,7 +282,7 @@ fn a_directory_that_cannot_be_written_is_served_from_memory() {
     let root = CheckpointDirectory::open_to_load(dir.path(), PathChecks::Basic).expect("a directory");
     let allowed = ServeOptions { host_bytes: Some(1 << 20), ..ServeOptions::default() };
     check(&TableServer::open(root.clone(), allowed).expect("opened"), &saved);
-    // A directory in the place of the index's temporary file: nothing can be written there.
+    // A directory in place of the index's temporary file: nothing can be written there.
     std::fs::remove_file(dir.path().join(&parent.name).join("serve.idx")).expect("it was made");
     std::fs::create_dir(dir.path().join(&parent.name).join("serve.idx.tmp")).expect("made");
     let serving = TableServer::open(root.clone(), ServeOptions::default()).expect("opened");
@@ -385,7 +385,7 @@ fn what_is_too_old_is_refused_where_that_was_asked_for() {
     assert_eq!(kind(TableServer::open(directory_in(&engine, dir.path()), shared)), Kind::Mismatch);
 }
 
-/// Save a delta of one table on `parent`: the rows of `changed`, and a sweep after which `total_rows` stay.
+/// Saves a delta of one table on `parent`: the rows of `changed`, and a sweep after which `total_rows` remain.
 pub(crate) fn save_sweep(
     engine: &Arc<dyn IoEngine>,
     parent: &CheckpointId,
@@ -426,7 +426,7 @@ fn a_row_that_a_sweep_took_does_not_give_way_to_the_one_that_it_had_replaced() {
     assert!(load(&engine, Path::new(ROOT), 1).expect("loaded")[0].rows == expected[0].rows);
     serving.poll().expect("a look");
     check(&serving, &expected);
-    // By an index of the whole chain.
+    // By an index of the entire chain.
     engine.remove_file(&Path::new(ROOT).join(&full.name).join("serve.idx")).expect("it was made");
     check(&TableServer::open(directory_in(&engine, ROOT), ServeOptions::default()).expect("opened"), &expected);
 }

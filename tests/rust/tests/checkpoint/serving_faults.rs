@@ -66,7 +66,7 @@ fn a_trainer_that_is_killed_at_any_point_of_a_publication_leaves_a_published_ver
 fn a_server_that_looks_while_a_trainer_publishes_sees_a_published_version() {
     let (before, after) = (tables(1), tables(2));
     let (mut same, mut newer) = (0, 0);
-    // What a server finds while the trainer works is what the trainer has done so far.
+    // A server that reads while the trainer works finds the trainer's progress.
     for stop in 0.. {
         let memory = memory();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
@@ -225,7 +225,7 @@ fn many_changes_are_merged_into_an_index_that_all_share() {
     check(&serving, &table(3));
     wait_for(|| serving.stats().overlay_ids == 0, "many are merged");
     check(&serving, &table(3));
-    // Another server comes later, and takes the index that the first one made.
+    // Another server opens later, and uses the index that the first one built.
     other.poll().expect("a look");
     check(&other, &table(3));
     wait_for(|| other.stats().overlay_ids == 0, "many are merged");
@@ -235,11 +235,11 @@ fn many_changes_are_merged_into_an_index_that_all_share() {
     for stats in [serving.stats(), other.stats(), last.stats()] {
         assert!(stats.shared_index_bytes > 90_000 * 15 && stats.private_bytes < 10_000, "{stats:?}");
     }
-    // Merging changes how a checkpoint is served, and not which one.
+    // Merging changes the files of a checkpoint, and not its identity.
     assert_eq!((serving.stats().swaps, other.stats().swaps, last.stats().swaps), (2, 1, 0));
 }
 
-/// Wait for what another thread does. A test that waits in vain ends by the limit of all tests.
+/// Waits for another thread. A test that waits in vain is stopped by the limit of all tests.
 pub(crate) fn wait_for(mut done: impl FnMut() -> bool, what: &str) {
     let mut looks = 0_u32;
     while !done() {
@@ -270,7 +270,7 @@ fn newer_checkpoints_are_served_while_changes_are_merged() {
         let states = (&chain[seq - 2][..], &chain[seq - 1][..]);
         parent = save_delta(&engine, root(), states, (1, 1 << 20), seq as u64, on(&parent)).expect("saved").identity;
         if seq == 2 {
-            // Whoever makes an index holds the checkpoint. So the merge waits here until it is given up.
+            // Building an index locks the checkpoint. So the merge waits here until it is cancelled.
             held = Some(engine.lock_dir(&root().join(&parent.name)).expect("nobody holds it"));
         }
         assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == seq as u64));
@@ -301,7 +301,7 @@ fn an_index_of_a_version_that_is_served_no_longer_is_left_alone() {
     serving.rollback().expect("the version before");
     drop(held);
     wait_for(|| engine.exists(&directory.join("serve.idx")).expect("a look"), "the index is made");
-    // A thread that has ended the merge has given up the version that it merged.
+    // A thread that has finished the merge has released the version that it merged.
     wait_for(|| serving.stats().versions == 1, "the version is given up");
     check(&serving, &table(1));
     assert_eq!(serving.pin().expect("a version").name().seq, 1);

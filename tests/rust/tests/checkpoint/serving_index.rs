@@ -1,4 +1,5 @@
-//! The index file of a checkpoint, held against the checkpoint: one that lies in any line is told, also where all its checksums are right.
+//! The index file of a checkpoint, verified against the checkpoint: wrong contents in any line are detected, even if
+//! all checksums are valid.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,11 +13,11 @@ use embcache_tests::directory_in;
 
 use super::made::{Table, save};
 
-/// Bytes of a line: five ids, their places plus one, and how many ids have passed it.
+/// Bytes of a line: five ids, their places plus one, and the number of ids that have passed it.
 const LINE: usize = 64;
 const IDS_OF_A_LINE: usize = 5;
 
-/// A directory on the disk with a full checkpoint and a delta, whose index was made, and the path of the index.
+/// A directory on the disk with a full checkpoint and a delta, whose index was built, and the path of the index.
 fn indexed() -> (tempfile::TempDir, Arc<dyn IoEngine>, PathBuf) {
     let dir = tempfile::tempdir().expect("a directory");
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::new(false));
@@ -29,12 +30,12 @@ fn indexed() -> (tempfile::TempDir, Arc<dyn IoEngine>, PathBuf) {
     (dir, engine, index)
 }
 
-/// The index with its lines changed, and every checksum made right again.
+/// Changes the lines of the index, and fixes every checksum.
 fn lie(index: &Path, change: impl FnOnce(&mut [u8])) {
     lie_of_ids(index, 0, change);
 }
 
-/// As [`lie`], with a number of ids that is so much too large.
+/// Like [`lie`], and adds `more` to the number of ids.
 fn lie_of_ids(index: &Path, more: usize, change: impl FnOnce(&mut [u8])) {
     let mut file = std::fs::read(index).expect("an index");
     let length = u64::from_le_bytes(file[..8].try_into().expect("eight bytes")) as usize;
@@ -57,13 +58,13 @@ fn lie_of_ids(index: &Path, more: usize, change: impl FnOnce(&mut [u8])) {
     std::fs::write(index, file).expect("written");
 }
 
-/// Where the place of an entry of a line is.
+/// The bytes of the place of a line's entry.
 fn place(line: usize, entry: usize) -> std::ops::Range<usize> {
     let start = line * LINE + IDS_OF_A_LINE * 8 + entry * 4;
     start..start + 4
 }
 
-/// The first line with two entries at least.
+/// The first line with at least two entries.
 fn line_of_two(lines: &[u8]) -> usize {
     let is_used = |line: &usize| lines[place(*line, 1)].iter().any(|byte| *byte != 0);
     (0..lines.len() / LINE).find(is_used).expect("a line of two ids")
@@ -94,7 +95,7 @@ fn add_an_id_behind_a_gap(lines: &mut [u8]) {
     add_an_id_after(lines, 1);
 }
 
-/// Add an id that no file has to a line of one id, after so many free entries.
+/// Adds an id that is in no file to a line of one id, after this number of free entries.
 fn add_an_id_after(lines: &mut [u8], gap: usize) {
     let is_free = |line: &usize, entry: usize| lines[place(*line, entry)].iter().all(|byte| *byte == 0);
     let has_room = |line: &usize| !is_free(line, 0) && is_free(line, 1) && is_free(line, 2);

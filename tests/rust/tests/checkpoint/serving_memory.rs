@@ -1,4 +1,4 @@
-//! What a server keeps while it follows a trainer for long.
+//! Resources of a server that follows a trainer for a long time.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,10 +15,10 @@ use super::made::{Table, on, save_delta, save_with};
 use super::served::check;
 
 const DELTAS: u64 = 1000;
-/// A full checkpoint comes after so many deltas.
+/// A full checkpoint follows after this number of deltas.
 const FULL_EVERY: u64 = 20;
 
-/// What the process holds of the files below a directory, and its own memory in bytes.
+/// The files below a directory that the process has open or mapped, and its own memory in bytes.
 #[derive(Debug)]
 pub(crate) struct Held {
     pub(crate) mappings: usize,
@@ -44,7 +44,7 @@ pub(crate) fn held(serving: &TableServer, root: &Path) -> Held {
     }
 }
 
-/// Says in the environment that the test has its process to itself.
+/// Environment variable of a test that has its own process.
 const ALONE: &str = "EMBCACHE_TEST_ALONE";
 
 #[test]
@@ -52,7 +52,7 @@ fn memory_stays_the_same_over_a_thousand_deltas() {
     if std::env::var_os(ALONE).is_some() {
         return follow_a_thousand_deltas();
     }
-    // Other tests may share this process, and its memory is looked at.
+    // Other tests may share this process, and its memory is measured.
     let mut child = std::process::Command::new(std::env::current_exe().expect("this program"));
     let name = "serving_memory::memory_stays_the_same_over_a_thousand_deltas";
     let status = child.args(["--exact", name, "--nocapture"]).env(ALONE, "1").status().expect("started");
@@ -60,7 +60,7 @@ fn memory_stays_the_same_over_a_thousand_deltas() {
 }
 
 fn follow_a_thousand_deltas() {
-    // A disk in memory, where there is one: a thousand saves wait for a real one many times each.
+    // A disk in memory, if there is one: a thousand saves wait many times for a real one.
     let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a folder");
     let root = folder.path().canonicalize().expect("the folder").join("checkpoints");
     std::fs::create_dir(&root).expect("room");
@@ -76,7 +76,7 @@ fn follow_a_thousand_deltas() {
         let changed: Vec<Id> = ids.iter().copied().skip(delta as usize % 7).step_by(7).collect();
         let fresh = Table::new("m", "a", OptimizerKind::Sgd, 4, &changed, delta + 1);
         now[0].rows.extend(fresh.rows);
-        // Some rows leave, and come back later.
+        // Some rows are removed, and inserted again later.
         now[0].rows.remove(&ids[delta as usize % 300]);
         parent = if delta % FULL_EVERY == 0 {
             save_with(&engine, &root, &now, (1, 2000), delta + 1, full.clone()).expect("saved").identity

@@ -1,4 +1,5 @@
-//! What a server meets while it follows a directory: linked checkpoints, checkpoints under each other's names, and damaged optimizer slots.
+//! Events while a server follows a directory: linked checkpoints, checkpoints under each other's names, and corrupted
+//! optimizer slots.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -27,7 +28,7 @@ use super::serving_faults::wait_for;
 
 // ---- linked checkpoints
 
-/// A table, the full checkpoint of it that is served, and the rows that it has.
+/// A table, its full checkpoint that is served, and its rows.
 fn served_rig(engine: &Arc<dyn IoEngine>) -> (Rig, embcache_tests::Contents) {
     let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(engine)).expect("opened");
     train(&rig, 0..8);
@@ -60,14 +61,14 @@ fn a_linked_checkpoint_leaves_the_one_before_served_until_it_is_compacted() {
     let mut follower = serving.follow(Duration::from_millis(1)).expect("a thread");
     wait_for(|| serving.stats().failed_polls >= 4, "the follower meets it too");
     check_rows(&serving, &before);
-    // What the error asks for makes it a checkpoint that is served.
+    // The remedy of the error makes it a checkpoint that can be served.
     compact(&engine, 2, 3).expect("compacted");
     wait_for(|| serving.stats().version.seq == 3, "the compacted checkpoint is served");
     follower.stop();
     check_rows(&serving, &linked);
     assert_eq!(serving.stats().last_error, None);
     assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate);
-    // The next linked checkpoint is passed over where a full one comes after it.
+    // The next linked checkpoint is skipped if a full one follows it.
     train(&rig, 14..20);
     save_rig(&engine, &rig.table, 4, true).expect("saved");
     assert_eq!(kind(serving.poll()), Kind::Mismatch);
@@ -99,14 +100,14 @@ fn a_linked_checkpoint_of_a_trainer_leaves_what_was_converted_served_until_it_is
 
 // ---- names
 
-/// Give each of two checkpoints the other one's name.
+/// Swaps the names of two checkpoints.
 fn swap_names(root: &Path, (one, other): (&str, &str)) {
     for (from, to) in [(one, "aside"), (other, one), ("aside", other)] {
         std::fs::rename(root.join(from), root.join(to)).expect("renamed");
     }
 }
 
-/// A server of the checkpoint `name`, which meets the newest one at its next look.
+/// A server of the checkpoint `name`, which reads the latest one at its next poll.
 fn opened_at(engine: &Arc<dyn IoEngine>, root: &Path, name: &str, newest: &str) -> Arc<TableServer> {
     std::fs::write(root.join("LATEST"), format!("{name}\n")).expect("written");
     let serving = opened(engine, root, ServeOptions::default());
@@ -133,7 +134,7 @@ fn checkpoints_under_each_others_names_are_refused_until_they_have_their_own() {
             swap_names(root, (names[one], names[other]));
             let polled = serving.poll();
             if other <= at {
-                // Nothing is read again of what is served.
+                // Nothing that is served is read again.
                 served += 1;
                 assert!(matches!(polled.expect("a look"), PollOutcome::Newer(name) if name.to_string() == names[3]));
                 check(&serving, &states[3]);
@@ -184,7 +185,7 @@ fn slots(path: &Path) -> Vec<Range<usize>> {
     ranges.filter(|range| !range.is_empty()).collect()
 }
 
-/// Overwrite all optimizer slots of a checkpoint. Returns how many columns there were.
+/// Overwrites all optimizer slots of a checkpoint. Returns the number of columns.
 fn damage_slots(root: &Path, name: &str) -> usize {
     let mut damaged = 0;
     for path in files(root, name, ".safetensors") {
@@ -235,7 +236,7 @@ fn damaged_optimizer_slots_do_no_harm_to_a_server() {
 /// The byte ranges that were read, each with its file.
 type Ranges = Arc<Mutex<Vec<(PathBuf, Range<usize>)>>>;
 
-/// An engine that notes what is read. What is mapped it does not see.
+/// An engine that records reads. It does not see mapped reads.
 #[derive(Debug)]
 struct Noting {
     inner: Arc<dyn IoEngine>,
@@ -353,7 +354,7 @@ fn a_server_does_not_read_optimizer_slots() {
         }
     }
     assert!(columns >= 4, "{columns} columns of more than a block");
-    // Whoever trains reads them.
+    // Training reads them.
     let loaded = load(&noting, root, 1).expect("loaded");
     assert!(loaded == after);
 }

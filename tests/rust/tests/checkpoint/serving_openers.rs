@@ -1,4 +1,5 @@
-//! Many threads and processes open a checkpoint without an index at once: one of them makes the index, and all serve by it.
+//! Many threads and processes concurrently open a checkpoint without an index: one of them builds the index, and all
+//! use it.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -25,7 +26,7 @@ fn tables(salt: u64) -> Vec<Table> {
     ]
 }
 
-/// A chain without an index on the disk, and the directory of its newest checkpoint.
+/// A chain without an index on the disk, and the directory of its latest checkpoint.
 fn chain(root: &Path) -> PathBuf {
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::new(false));
     let full = save(&engine, root, &tables(1), 2, 9000, 1).expect("saved").identity;
@@ -37,7 +38,8 @@ fn inode(path: &Path) -> u64 {
     std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(path).expect("it is there"))
 }
 
-/// The files called `serve.idx` below a directory that this process has mapped: their numbers, and whether they are there no longer.
+/// The files called `serve.idx` below a directory that this process has mapped: their inode numbers, and true if they
+/// were deleted.
 fn mapped_indexes(root: &Path) -> Vec<(u64, bool)> {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("what the system says of this process");
     let below = root.to_str().expect("a path of text");
@@ -46,7 +48,7 @@ fn mapped_indexes(root: &Path) -> Vec<(u64, bool)> {
     lines.map(|line| (number(line).expect("the number of a file"), line.ends_with("(deleted)"))).collect()
 }
 
-/// Open the newest checkpoint, and serve its rows by an index that is shared. The result is the number of the index's file.
+/// Opens the latest checkpoint, and serves its rows by a shared index. Returns the inode number of the index's file.
 fn open(engine: &Arc<dyn IoEngine>, root: &Path, newest: &Path) -> (Arc<TableServer>, u64) {
     let serving = TableServer::open(directory_in(engine, root), ServeOptions::default()).expect("opened");
     let index = inode(&newest.join("serve.idx"));
@@ -62,10 +64,10 @@ fn one_of_many_threads_makes_the_index() {
         let dir = tempfile::tempdir().expect("a directory");
         let root = dir.path().canonicalize().expect("a path");
         let newest = chain(&root);
-        // It says what was written, whoever wrote it.
+        // Its contents do not depend on the writer.
         let changes = FaultEngine::new(Arc::new(PsyncEngine::new(false)));
         let engine: Arc<dyn IoEngine> = Arc::new(changes.clone());
-        // While another one holds the checkpoint all of them wait, and then begin together.
+        // While another process locks the checkpoint all of them wait, and then start together.
         let held = is_held.then(|| engine.lock_dir(&newest).expect("nobody holds it"));
         let begin = Barrier::new(THREADS + 1);
         let opened: Vec<_> = std::thread::scope(|scope| {
@@ -91,11 +93,11 @@ fn one_of_many_threads_makes_the_index() {
     }
 }
 
-/// Says in the environment which directory a process of this test opens.
+/// Environment variable with the directory that a process of this test opens.
 const OPENED: &str = "EMBCACHE_TEST_OPENED";
 
-/// One of the processes. It says that it is there, and opens the checkpoint when it is told to. Then it writes down how many indexes it made,
-/// and the number of the file of the one by which it serves.
+/// One of the processes. It reports that it has started, and opens the checkpoint when the file `begin` exists. Then it
+/// writes the number of indexes that it built, and the inode number of the one by which it serves.
 fn open_as_told(root: &Path) {
     let beside = |name: &str| root.with_file_name(format!("{name}-{}", std::process::id()));
     std::fs::write(beside("there"), "").expect("written");

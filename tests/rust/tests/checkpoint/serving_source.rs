@@ -1,4 +1,4 @@
-//! Serving a checkpoint that was converted, with the trainer's own deltas after it.
+//! Serving a converted checkpoint, with the trainer's own deltas after it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub(crate) fn open(engine: &Arc<dyn IoEngine>) -> Arc<TableServer> {
     TableServer::open(directory_in(engine, SERVED), with_source(engine)).expect("opened")
 }
 
-/// Every row is what its conversion reads, and ids that left have none.
+/// Checks that every row equals its conversion, and that removed ids have none.
 pub(crate) fn check(serving: &TableServer, tables: &[Table], left: &[Id], precision: WeightPrecision) {
     let version = serving.pin().expect("a version");
     for table in tables {
@@ -49,7 +49,7 @@ pub(crate) fn check(serving: &TableServer, tables: &[Table], left: &[Id], precis
     }
 }
 
-/// The tables after some rows changed, left and came.
+/// The tables after some rows were changed, removed and inserted.
 pub(crate) fn changed(before: &[Table], salt: u64) -> Vec<Table> {
     let mut now = tables(&ids(), salt);
     for (before, now) in before.iter().zip(&mut now) {
@@ -60,7 +60,7 @@ pub(crate) fn changed(before: &[Table], salt: u64) -> Vec<Table> {
     now
 }
 
-/// Every file below a directory, besides locks.
+/// Every file below a directory, except locks.
 pub(crate) fn files(engine: &Arc<dyn IoEngine>, directory: &Path) -> Vec<PathBuf> {
     let mut all = Vec::new();
     for path in engine.list(directory).expect("a directory") {
@@ -99,7 +99,7 @@ fn a_trainers_deltas_read_as_if_they_were_converted() {
                 matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.to_string() == parent.name)
             );
             check(&serving, &now, &ids(), precision);
-            // One that is opened now takes all deltas up at once.
+            // A server that opens now applies all deltas together.
             check(&open(&engine), &now, &ids(), precision);
             assert_eq!(files(&engine, root()), before, "nothing is written in the trainer's directory");
         }
@@ -139,7 +139,7 @@ fn a_new_chain_of_the_trainer_is_served_when_it_was_converted() {
     save_delta(&engine, root(), (&first, &fourth), (1, 9000), 4, on(&third)).expect("saved");
     assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == 4));
     check(&serving, &fourth, &ids(), WeightPrecision::Bf16);
-    // What was converted is converted again, and the one before is gone: the next delta is served on the newer one.
+    // The checkpoint is converted again, and the previous one is removed: the next delta is served on the newer one.
     let fourth_name = newest(&engine, ROOT).expect("opened").identity();
     serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
     let fifth = changed(&fourth, 8);
@@ -172,7 +172,7 @@ fn a_served_directory_that_is_gone_or_damaged_does_not_stop_the_trainers_deltas(
         save_delta(&engine, root(), (&second, &third), (2, 9000), 3, on(&delta)).expect("saved");
         assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == 3));
         check(&serving, &third, &ids(), WeightPrecision::Int8);
-        // A chain that does not build on what is served needs the directory, and what is wrong there is told.
+        // A chain that is not based on the served checkpoint needs the directory, and its error is reported.
         save(&engine, root(), &first, 1, 9000, 4).expect("saved");
         let wanted = if is_gone { Kind::Path } else { Kind::Corruption };
         assert_eq!(kind(serving.poll()), wanted);
@@ -261,11 +261,11 @@ fn many_changes_of_a_trainer_are_merged_without_a_file_beside_them() {
     check(&serving, &table(2.0), &[], WeightPrecision::Fp16);
     assert_eq!(serving.stats().shared_index_bytes, 0, "the index is in this process's memory");
     assert_eq!((files(&engine, root()), files(&engine, Path::new(SERVED))), (trainers, own));
-    // Deltas go on after the merge.
+    // Deltas continue after the merge.
     save_delta(&engine, root(), (&table(2.0), &table(3.0)), (1, 1 << 20), 3, on(&second.identity)).expect("saved");
     serving.poll().expect("a look");
     check(&serving, &table(3.0), &[], WeightPrecision::Fp16);
-    // The trainer's directory may be gone: what is served stays.
+    // The trainer's directory may be removed: the served rows are kept.
     engine.remove_dir_all(root()).expect("removed");
     assert!(serving.poll().is_err());
     check(&serving, &table(3.0), &[], WeightPrecision::Fp16);
@@ -277,7 +277,7 @@ fn an_index_that_would_pass_host_bytes_is_not_made() {
     let table = |salt| tables(&ids(), salt);
     let full = save(&engine, root(), &table(1), 1, 9000, 1).expect("saved").identity;
     serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Fp16).expect("made");
-    // Four tables of 700 rows, whose overlays take more than an index of them may.
+    // Four tables of 700 rows, whose overlays use more than an index of them may.
     let options = ServeOptions { host_bytes: Some(10_000), ..with_source(&engine) };
     let serving = TableServer::open(directory_in(&engine, SERVED), options).expect("the index is shared");
     save_delta(&engine, root(), (&table(1), &table(2)), (1, 9000), 2, on(&full)).expect("saved");

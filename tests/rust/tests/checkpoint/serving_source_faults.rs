@@ -1,4 +1,5 @@
-//! Serving a checkpoint that was converted while the trainer's deltas after it are damaged, cannot be read, are removed, or are very many.
+//! Serving a converted checkpoint while the trainer's later deltas are corrupted, cannot be read, are removed, or are
+//! very many.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,7 +27,7 @@ fn root() -> &'static Path {
     Path::new(ROOT)
 }
 
-/// Convert the newest checkpoint of a trainer.
+/// Converts the latest checkpoint of a trainer.
 pub(crate) fn convert(engine: &Arc<dyn IoEngine>, trainer: &Path, to: &Path, precision: WeightPrecision) {
     engine.create_dir_all(to).expect("made");
     let from = newest(engine, trainer).expect("opened");
@@ -43,7 +44,7 @@ fn follow(
     TableServer::open(directory_in(engine, served), options).expect("opened")
 }
 
-/// Three states of a trainer, each a delta on the one before.
+/// Three states of a trainer, each a delta on the previous one.
 fn three() -> [Vec<Table>; 3] {
     let first = tables(&ids()[..200], 1);
     let second = changed(&first, 2);
@@ -51,19 +52,19 @@ fn three() -> [Vec<Table>; 3] {
     [first, second, third]
 }
 
-/// Save the first state in full and convert it.
+/// Saves the first state in full and converts it.
 fn converted(engine: &Arc<dyn IoEngine>, first: &[Table], precision: WeightPrecision) -> CheckpointId {
     let full = save(engine, root(), first, 2, 9000, 1).expect("saved").identity;
     serve(engine, &newest(engine, ROOT).expect("opened"), precision).expect("made");
     full
 }
 
-/// Save a state as a delta on another one.
+/// Saves a state as a delta on another one.
 fn delta(engine: &Arc<dyn IoEngine>, states: (&[Table], &[Table]), random: u64, parent: &CheckpointId) -> CheckpointId {
     save_delta(engine, root(), states, (2, 9000), random, on(parent)).expect("saved").identity
 }
 
-// ---- damage
+// ---- corruption
 
 #[test]
 fn a_second_delta_that_is_damaged_anywhere_leaves_the_first_one_served() {
@@ -89,7 +90,7 @@ fn a_second_delta_that_is_damaged_anywhere_leaves_the_first_one_served() {
                 continue;
             }
             refused += 1;
-            // Whoever sees both deltas at once serves neither.
+            // A server that reads both deltas together serves neither.
             check(&server, &first, &ids(), WeightPrecision::Int8);
             for look in 0..2 {
                 let error = serving.poll().expect_err("damaged");
@@ -128,7 +129,7 @@ fn what_comes_after_a_damaged_delta_is_served_when_it_was_converted() {
         let error = serving.poll().expect_err("its parent is damaged");
         assert!(error.kind() == Kind::Corruption && error.to_string().contains(&damaged.name), "{error}");
         check(&serving, &second, &ids(), precision);
-        // A full one does not, and is to be converted.
+        // A full one does not, and must be converted.
         let fifth = changed(&fourth, 5);
         let full = save_with(&engine, root(), &fifth, (1, 9000), 5, SaveOptions::default()).expect("saved").identity;
         let error = serving.poll().expect_err("it was not converted");
@@ -146,7 +147,7 @@ fn what_comes_after_a_damaged_delta_is_served_when_it_was_converted() {
     }
 }
 
-/// A directory on the disk, in memory where there is such a disk, with a trainer's directory and one that is served.
+/// A directory on the disk, in memory if there is such a disk, with a trainer's directory and a served one.
 fn on_disk() -> (tempfile::TempDir, PathBuf, PathBuf, PathBuf) {
     let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a folder");
     let all = folder.path().canonicalize().expect("the folder");
@@ -165,7 +166,7 @@ fn looks_that_fail_keep_no_mapping_no_open_file_and_no_hold() {
     let full = save(&disk, &trainer, &first, 2, 9000, 1).expect("saved").identity;
     convert(&disk, &trainer, &served, WeightPrecision::Fp16);
     let parent = save_delta(&disk, &trainer, (&first, &second), (2, 9000), 2, on(&full)).expect("saved").identity;
-    // What faults are put into copies files, and what is only damaged maps them.
+    // Files with injected faults are copied, and files with corruption only are mapped.
     let faulty = FaultEngine::new(Arc::clone(&disk));
     let theirs: Arc<dyn IoEngine> = Arc::new(faulty.clone());
     let servers = [&disk, &theirs].map(|engine| follow(&disk, &served, (engine, &trainer)));
@@ -197,7 +198,7 @@ fn looks_that_fail_keep_no_mapping_no_open_file_and_no_hold() {
     }
     for operation in [IoOperation::Open, IoOperation::Read, IoOperation::Exists] {
         let mut failed = 0;
-        // Only a fault that is met amid a look makes it fail. When it is not met, the delta is served.
+        // Only a fault during a poll makes it fail. Without a fault, the delta is served.
         while servers[1].pin().expect("a version").name().seq == 2 {
             faulty.hit_once(operation, failed, IoFault::Fail(EMFILE));
             if servers[1].poll().is_ok() {
@@ -318,7 +319,7 @@ fn a_read_that_fails_while_changes_are_merged_leaves_them_beside_the_index() {
         let was_hit = !faulty.will_hit();
         merges += u32::from(was_hit);
         faulty.clear();
-        // The next look that finds a newer checkpoint begins to merge again.
+        // The next poll that finds a newer checkpoint starts the merge again.
         let mut now = second.clone();
         wait_for(
             || {
@@ -341,7 +342,7 @@ fn a_read_that_fails_while_changes_are_merged_leaves_them_beside_the_index() {
     assert!(looks > 1 && merges > 1, "{looks} looks and {merges} merges failed");
 }
 
-// ---- a trainer that removes what is older
+// ---- a trainer that removes older checkpoints
 
 #[test]
 fn a_trainer_that_keeps_one_checkpoint_takes_nothing_away() {
@@ -377,7 +378,8 @@ fn a_trainer_that_keeps_one_checkpoint_takes_nothing_away() {
             check(&serving, &now, &ids(), precision);
             assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate);
         }
-        // The version before, whose files may all be gone, and the newest one of a trainer that goes on after that.
+        // The previous version, whose files may all be removed, and the latest one of a trainer that continues after
+        // that.
         serving.rollback().expect("the version before");
         check(&serving, &before, &ids(), precision);
         let next = changed(&now, 14);
@@ -445,7 +447,7 @@ fn a_look_amid_a_conversion_serves_the_trainers_newest() {
         let converter = FaultEngine::new(Arc::new(memory));
         converter.hit_change(stop, IoFault::Stop);
         let theirs: Arc<dyn IoEngine> = Arc::new(converter.clone());
-        // The one before is removed when the new one is published.
+        // The previous one is removed when the new one is published.
         let made =
             make_for_serving(&from, &directory_in(&theirs, SERVED), (6, 1), WeightPrecision::Int8, &mut |_| Ok(()));
         let before = files(&engine, Path::new(SERVED));
@@ -462,9 +464,9 @@ fn a_look_amid_a_conversion_serves_the_trainers_newest() {
     assert!(old > 10 && new > 0, "{old} with the conversion before, {new} with the new one, which got an index");
 }
 
-// ---- a chain that is never begun anew
+// ---- a chain without a new full checkpoint
 
-/// Says in the environment that the test has its process to itself.
+/// Environment variable of a test that has its own process.
 const ALONE: &str = "EMBCACHE_TEST_ALONE";
 const DELTAS: u64 = 300;
 
@@ -473,7 +475,8 @@ fn three_hundred_deltas_are_followed_and_opened_at_once() {
     if std::env::var_os(ALONE).is_some() {
         return follow_three_hundred_deltas();
     }
-    // Other tests may share this process, and its memory is looked at. It may have fewer files open than there are deltas.
+    // Other tests may share this process, and its memory is measured. It may have fewer files open than there are
+    // deltas.
     let name = "serving_source_faults::three_hundred_deltas_are_followed_and_opened_at_once";
     let mut child = std::process::Command::new("sh");
     child.args(["-c", r#"ulimit -n 128 && exec "$0" --exact "$1" --nocapture"#]);
@@ -500,7 +503,7 @@ fn follow_three_hundred_deltas() {
         let before = now.clone();
         let changed: Vec<Id> = ids.iter().copied().skip(delta as usize % 7).step_by(7).collect();
         now[0].rows.extend(small(&changed, delta + 1).rows);
-        // Some rows leave, and come back later.
+        // Some rows are removed, and inserted again later.
         now[0].rows.remove(&ids[delta as usize % 300]);
         let published = save_delta(&disk, &trainer, (&before, &now), (1, 20_000), delta + 1, on(&parent));
         parent = published.expect("saved").identity;
@@ -526,7 +529,8 @@ fn follow_three_hundred_deltas() {
     assert_eq!((serving.stats().failed_polls, at_once.stats().last_error), (0, None));
     drop(at_once);
     assert_eq!(held(&serving, &all).mappings, last.mappings);
-    // A conversion of all of them ends the chain: the next delta is served on that alone, and the one before it is kept for a rollback.
+    // A conversion of all of them ends the chain: the next delta is served on the conversion only, and the previous
+    // version is kept for a rollback.
     convert(&disk, &trainer, &served, WeightPrecision::Int8);
     for salt in [1000, 1001] {
         let next = vec![small(&ids[..250], salt)];

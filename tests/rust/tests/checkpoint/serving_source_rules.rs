@@ -1,4 +1,5 @@
-//! Rules of eviction in a trainer's deltas, which take the same rows of what was converted before as a conversion of the newest lacks.
+//! Eviction rules in a trainer's deltas, which expire the same rows of an earlier conversion that a conversion of the
+//! latest checkpoint lacks.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,7 +24,7 @@ fn root() -> &'static Path {
     Path::new(ROOT)
 }
 
-/// Rows whose scores and last steps are spread, so that rules by score take some of them.
+/// Rows with distributed scores and last steps, so that rules by score match some of them.
 fn scored(ids: &[Id], step: u64, weight: f32) -> Table {
     let mut table = Table::new("m", "t", OptimizerKind::RowWiseAdagrad, 3, ids, step);
     for (header, vector) in table.rows.values_mut() {
@@ -49,7 +50,7 @@ fn rules(step: u64) -> Vec<ExpiryRule> {
     ]
 }
 
-/// The bits of what each id reads, and which ids have a row.
+/// The bits that each id reads, and a flag for the ids that have a row.
 fn answers(serving: &TableServer, ids: &[Id]) -> (Vec<u32>, Vec<bool>, u64) {
     let version = serving.pin().expect("a version");
     let table = version.table("t").expect("the table");
@@ -70,7 +71,7 @@ fn rules_by_score_take_the_rows_that_a_conversion_lacks() {
             let serving = open(&engine);
             let mut now = first.rows.clone();
             for step in [20, 30, 40] {
-                // Ids that were taken come back, rows that stay change, and others come.
+                // Expired ids are inserted again, remaining rows change, and new ids are inserted.
                 let fresh = scored(&every[step as usize..step as usize + 9], step, 7.0);
                 let sweep = ExpirySweep { step: step - 1, rule: rules(step).swap_remove(rule) };
                 now.retain(|_, (header, vector)| !sweep.matches(header, &vector[..3]));
@@ -152,7 +153,8 @@ fn a_rule_by_norm_in_any_place_is_refused_and_served_when_it_was_converted() {
                 assert!(error.kind() == Kind::Mismatch && text.contains(&second.name), "{text}");
                 assert!(text.contains("embcache convert") && text.contains(precision.name()), "{text}");
                 assert!(answers(&serving, &every) == before);
-                // The delta after it is refused for the same reason, and it names the one that is to be converted.
+                // The next delta is rejected for the same reason, and the error names the checkpoint that must be
+                // converted.
                 save_sweep(&engine, &second, &third, &[], now.len() as u64, 3);
                 let later = serving.poll().expect_err("its parent's rule");
                 assert!(later.to_string().contains(&second.name), "{later}");

@@ -1,4 +1,5 @@
-//! Versions are swapped under load: each request is of one version, whose number all its rows carry, and has the rows that this version has.
+//! Versions are swapped under load: each request uses one version, whose number is in all its rows, and reads the rows
+//! of this version.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,18 +19,19 @@ use super::made::{ROOT, Table, memory, on, save_with};
 use super::serving_faults::wait_for;
 
 const READERS: usize = 2;
-/// A full checkpoint is saved every so often. It begins a chain anew.
+/// A full checkpoint is saved after this number of versions. It starts a new chain.
 const FULL_EVERY: u64 = 18;
-/// The thread that publishes waits until each reader has seen one of so many versions.
+/// After this number of versions, the publishing thread waits until each reader has seen one of them.
 const WAITED_EVERY: u64 = 5;
-/// So many deltas, each with a sweep that covers no other, are one more than are held beside an index. They are merged.
+/// This number of deltas, each with a sweep that covers no other, is one more than fits next to an index. They are
+/// merged.
 const DELTAS_TO_MERGE: u64 = 9;
 
 fn all_ids() -> Vec<Id> {
     (0..90).map(|n| n * 77 - 2000).collect()
 }
 
-/// Whether a version has a row of an id. Each id leaves now and then, and comes back.
+/// True if a version has a row of an id. Each id is removed now and then, and inserted again.
 fn has(number: u64, id: Id) -> bool {
     !(id.unsigned_abs() + number).is_multiple_of(5)
 }
@@ -48,7 +50,7 @@ fn numbered(number: u64) -> Vec<Table> {
     tables
 }
 
-/// Save a version as a delta. Of the ids that left, every other one has a tombstone, and a sweep takes the rest.
+/// Saves a version as a delta. Every other removed id has a tombstone, and a sweep expires the rest.
 fn save_changes(engine: &Arc<dyn IoEngine>, root: &Path, number: u64, parent: &CheckpointId) -> CheckpointId {
     let directory = directory_in(engine, root);
     let save = CheckpointSave::begin_with(&directory, number, on(parent)).expect("begun");
@@ -67,7 +69,7 @@ fn save_changes(engine: &Arc<dyn IoEngine>, root: &Path, number: u64, parent: &C
     save.publish(&[writer.finish().expect("durable")], 1).expect("published").identity
 }
 
-/// Look all ids up in all tables of a version. The result is the number that the rows carry.
+/// Looks all ids up in all tables of a version. Returns the number in the rows.
 fn look_up(version: &ServedVersion, ids: &[Id]) -> u64 {
     let number = version.name().seq;
     for table in version.tables() {
@@ -85,7 +87,7 @@ fn look_up(version: &ServedVersion, ids: &[Id]) -> u64 {
     number
 }
 
-/// What a thread that looks rows up has seen.
+/// The observations of a reader thread.
 #[derive(Default)]
 struct Seen {
     requests: AtomicU64,
@@ -95,7 +97,7 @@ struct Seen {
 }
 
 fn read_until(done: &AtomicBool, serving: &TableServer, seen: &Seen) {
-    // The trainer needs the processor too. On Linux this is the priority of the thread; where it is refused the test takes longer.
+    // The trainer needs the CPU too. On Linux this is the priority of the thread; if it fails the test takes longer.
     let _ = rustix::process::setpriority_process(None, 19);
     let ids = all_ids();
     while !done.load(Ordering::Relaxed) {
@@ -108,7 +110,7 @@ fn read_until(done: &AtomicBool, serving: &TableServer, seen: &Seen) {
     }
 }
 
-/// Ends the readers where the thread that publishes panics, too.
+/// Stops the readers, also if the publishing thread panics.
 struct Done<'a>(&'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -117,7 +119,7 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Publish `versions` versions, while threads look up all rows of all tables of the version that they hold.
+/// Publishes `versions` versions, while threads look up all rows of all tables of their pinned version.
 fn swap_under_load(engine: &Arc<dyn IoEngine>, root: &Path, versions: u64) {
     let full = |number| {
         let options = SaveOptions { keep: 1, ..SaveOptions::default() };
@@ -140,10 +142,10 @@ fn swap_under_load(engine: &Arc<dyn IoEngine>, root: &Path, versions: u64) {
                 merges += 1;
             }
             if deltas == FULL_EVERY - 2 {
-                // The thread that merges holds the version that it merges. The next chain has a merge of its own.
+                // The merging thread pins the version that it merges. The next chain has its own merge.
                 wait_for(|| serving.stats().versions == 2, "the merge has ended");
             }
-            // Other swaps follow each other as they come.
+            // Other swaps follow without waiting.
             if number.is_multiple_of(WAITED_EVERY) || number == versions {
                 let is_seen = |seen: &Seen| seen.last.load(Ordering::Acquire) == number;
                 while !seen.iter().all(is_seen) {
@@ -176,7 +178,7 @@ fn no_request_sees_two_versions_of_files_in_memory() {
 
 #[test]
 fn no_request_sees_two_versions_in_a_thousand_swaps_of_mapped_files() {
-    // A disk in memory, where there is one: a thousand saves wait for a real one many times each.
+    // A disk in memory, if there is one: a thousand saves wait many times for a real one.
     let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a directory");
     swap_under_load(&(Arc::new(PsyncEngine::new(false)) as Arc<dyn IoEngine>), dir.path(), 1001);
 }

@@ -1,4 +1,4 @@
-//! Sweeps in deltas: a chain of checkpoints of which rows died by a rule is what the tables were that saved it.
+//! Sweeps in deltas: a chain of checkpoints with rows that expired by a rule equals the tables that saved it.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
@@ -41,7 +41,7 @@ fn rules() -> [EvictionRule; 6] {
     ]
 }
 
-/// The configuration of `rank` in `world`. The tiers differ from rank to rank.
+/// The configuration of `rank` in `world`. The tiers differ between ranks.
 pub(crate) fn rank_of(rank: u32, world: u32, rule: &EvictionRule, every: u64, place: &str) -> TableConfig {
     let has_ssd = (rank + world).is_multiple_of(2);
     let mut config = config(DIM, OptimizerKind::RowWiseAdagrad, if has_ssd { 60 } else { 5000 });
@@ -64,7 +64,7 @@ pub(crate) fn rows_of(ranks: &[Rig]) -> Contents {
     ranks.iter().flat_map(|rig| rig.contents().expect("every row")).collect()
 }
 
-/// Train the ranks on batches, each on the ids that it owns.
+/// Trains the ranks on batches, each on its own ids.
 pub(crate) fn train(ranks: &[Rig], dice: &mut Dice, steps: usize) {
     for _ in 0..steps {
         let batch = dice.ids(60);
@@ -77,7 +77,8 @@ pub(crate) fn train(ranks: &[Rig], dice: &mut Dice, steps: usize) {
     }
 }
 
-/// Hold what the chain tells of some of these ids against the rows of now. Returns how many rows it says that sweeps took.
+/// Compares the chain's history of some of these ids with the current rows. Returns the number of rows that expired by
+/// sweeps in the history.
 fn check_lives(chain: &CheckpointChain, ids: &BTreeSet<Id>, rows: &Contents) -> usize {
     let mut taken = 0;
     for &id in ids.iter().step_by(31).chain([&Id::MIN]) {
@@ -106,7 +107,7 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
         for round in 0..6 {
             train(&saved, &mut dice, if round == 3 { 2 } else { 15 });
             if round == 4 {
-                // A row from outside that was trained last long ago is not taken by a sweep before it.
+                // An imported row with an old last step does not match an earlier sweep.
                 for rig in &saved {
                     let config = rig.table.config();
                     let id = (0..1000).find(|id| config.buckets.contains(&config.bucketing().of(*id)));
@@ -177,7 +178,7 @@ fn a_chain_whose_sweeps_each_have_a_cut_of_their_own_is_the_tables_that_saved_it
             let mut standings: Vec<RankKey> =
                 rows.values().map(|(header, _)| RankKey::of(header, &decay, step)).collect();
             standings.sort_unstable();
-            // More and fewer go, so that a later cut does not take all that one before took.
+            // More and fewer expire, so that a later threshold does not match all rows of an earlier one.
             let cut = standings[standings.len() / [4, 30, 9][dice.roll(3) as usize]];
             let below = EvictionRule::Below { score: cut.score, last_step: cut.last_step, id: cut.id };
             for rig in &saved {
@@ -213,7 +214,7 @@ fn rows_that_a_sweep_takes_cost_a_delta_nothing_each() {
     };
     let open = |place: &str| vec![Rig::open(wide(place), Arc::clone(&engine)).expect("opened")];
     let saved = open("saved");
-    // More than the ids that a table of this size remembers.
+    // More than the number of ids that a table of this size remembers.
     let ids: Vec<Id> = (0..40_000).collect();
     let headers: Vec<RowHeader> = ids.iter().map(|&id| RowHeader { id, ..RowHeader::default() }).collect();
     let rows = RowBlock { headers: &headers, vectors: &vec![0.5; ids.len() * (DIM)] };
@@ -242,7 +243,7 @@ fn a_delta_does_not_build_on_anything_while_a_sweep_spares_rows_of_a_batch() {
     let rig = &saved[0];
     rig.train(&[1, 2], BAG, 1).expect("a step");
     let link = go_on(&engine, &saved, 20_000, None);
-    // This batch is forwarded, and sweeps come before its backward.
+    // This batch is forwarded, and sweeps run before its backward.
     let plan = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
     rig.place(&plan).expect("a place");
     for id in 10..13 {
@@ -273,7 +274,8 @@ fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
             rig.train(&ids, BAG, 1).expect("a step");
         }
         let link = go_on(&engine, &saved, 20_000, None);
-        // Two sweeps come between the forward of this batch and its end. The first takes the rows 1 and 2, and the second less.
+        // Two sweeps run between the forward of this batch and its end. The first matches the rows 1 and 2, and the
+        // second fewer.
         let plan = rig.plan(&[1, 5], PlanMode::TRAIN).expect("a plan");
         rig.place(&plan).expect("a place");
         for rule in [EvictionRule::TrainedUntil { step: 1 }, EvictionRule::Nothing] {
@@ -288,7 +290,7 @@ fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
         let left: &[Id] = if is_trained { &[1, 3, 4, 5, 6] } else { &[3, 4, 5, 6] };
         assert_eq!(rows_of(&saved).into_keys().collect::<Vec<Id>>(), left);
         let link = go_on(&engine, &saved, 20_000, Some(&link));
-        // Once more, with a save amid the batch, and with sweeps before it and after it.
+        // Once more, with a save during the batch, and with sweeps before it and after it.
         let plan = rig.plan(&[3, 6], PlanMode::TRAIN).expect("a plan");
         rig.place(&plan).expect("a place");
         rig.table.sweep_with_rule(&EvictionRule::TrainedUntil { step: 2 }).expect("a sweep");
@@ -316,7 +318,7 @@ fn a_delta_beside_training_and_one_after_a_resume_know_the_sweeps() {
     train(&saved, &mut dice, 30);
     let link = go_on(&engine, &saved, 20_000, None);
     train(&saved, &mut dice, 12);
-    // Beside training.
+    // An asynchronous save.
     let parent = Some(CheckpointId { name: link.name.clone(), manifest_xxh3: link.manifest_xxh3 });
     let save =
         CheckpointSave::begin_with(&directory, 5, SaveOptions { parent, ..SaveOptions::default() }).expect("begun");

@@ -1,4 +1,5 @@
-//! Whatever stops a chain of saves amid sweeps, a load finds what was saved last: each sweep wholly in it, or not at all.
+//! After any stop of a chain of saves during sweeps, a load finds the last save: each sweep is completely in it, or not
+//! at all.
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ use crate::sweeps::{rank_of, rows_of, train};
 /// A full save, and deltas on it.
 const SAVES: usize = 4;
 
-/// A table of all buckets, on SSD for the most part or in RAM.
+/// A table of all buckets, mostly on SSD or in RAM.
 fn table(engine: &Arc<dyn IoEngine>, on_ssd: bool, place: &str) -> Result<Rig> {
     use EvictionRule::{All, Any, ScoreBelow, Unused};
     let rule = Any(vec![Unused { steps: 12 }, All(vec![Unused { steps: 4 }, ScoreBelow(1.3)])]);
@@ -25,16 +26,16 @@ fn table(engine: &Arc<dyn IoEngine>, on_ssd: bool, place: &str) -> Result<Rig> {
     Rig::open(config, Arc::clone(engine))
 }
 
-/// What a run did before it was stopped.
+/// The results of a run before it was stopped.
 #[derive(Default)]
 struct Run {
     saved: usize,
-    /// How many saves began while a sweep was under way.
+    /// Number of saves that started during a sweep.
     amid_sweeps: usize,
 }
 
 impl Run {
-    /// Train and save. A save comes amid the sweep that is made for it, or amid that of a step.
+    /// Trains and saves. A save runs during a sweep that is started for it, or during the sweep of a step.
     fn go(&mut self, engine: &Arc<dyn IoEngine>, rig: Rig) -> Result<()> {
         let (ranks, mut dice, mut link) = ([rig], Dice(5), None::<BaseCheckpoint>);
         for save in 0..SAVES {
@@ -52,24 +53,24 @@ impl Run {
     }
 }
 
-/// What comes before the save of this number.
+/// The operations before the save of this number.
 fn advance(ranks: &[Rig], dice: &mut Dice, save: usize) -> Result<()> {
     for _ in 0..if save == 2 { 8 } else { 11 } {
         let batch = dice.ids(40);
         ranks[0].train(&batch, 5, 3)?;
     }
-    // The other saves come right after a step that sweeps.
+    // The other saves follow directly after a step with a sweep.
     if save.is_multiple_of(2) { Ok(()) } else { ranks[0].table.sweep() }
 }
 
-/// The rows at each save, by a table in RAM that nothing stops.
+/// The rows at each save, from a table in RAM that is never stopped.
 fn expected() -> Vec<Contents> {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (ranks, mut dice) = ([table(&engine, false, "").expect("opened")], Dice(5));
     let mut at = |save| {
         advance(&ranks, &mut dice, save).expect("nothing fails");
         let rows = rows_of(&ranks);
-        // As a save of this number does.
+        // Like a save of this number.
         ranks[0].table.set_epoch(3 + save as u32).expect("set");
         rows
     };
@@ -87,7 +88,7 @@ fn check(image: MemoryEngine, run: &Run, expected: &[Contents], context: &str) {
     let of_last = run.saved.checked_sub(1).map(|last| &expected[last]);
     let under_way = expected.get(run.saved);
     assert!(of_last == Some(&rows) || under_way == Some(&rows), "{context}: rows of no save");
-    // It goes on from there.
+    // Training continues.
     train(&loaded, &mut Dice(9), 9);
     loaded[0].table.sweep().expect("a sweep");
     try_save_on(&engine, &loaded, 2000, None).expect("saved");

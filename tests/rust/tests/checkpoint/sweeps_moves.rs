@@ -1,4 +1,5 @@
-//! Rows that move within RAM while a sweep works: the sweep judges them all the same, and the next delta is the table that saved it.
+//! Rows that move within RAM during a sweep: the sweep still evaluates them, and the next delta equals the table that
+//! saved it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,9 +16,11 @@ use crate::made::memory;
 use crate::sweeps::rows_of;
 
 const DIM: usize = 4;
-/// Rows that die and that the first save does not have as they are then. Their ids are noted when they die, and take room of rows in RAM.
+/// Rows that expire and that were modified after the first save. Their ids are recorded when they expire, and use the
+/// space of rows in RAM.
 const MODIFIED: Id = 30_000;
-/// Rows that die and that the first save has as they are. They are in the last slots, which are given up for the ids that are noted.
+/// Rows that expire and are unchanged since the first save. They are in the last slots, which are freed for the
+/// recorded ids.
 const LAST: Id = 3_000;
 
 fn table(place: &str) -> TableConfig {
@@ -39,7 +42,8 @@ fn import(rig: &Rig, ids: Range<Id>, last_step: u64) {
     }
 }
 
-/// Sweep a table whose last slots hold dead rows. While `bury` has the sweep go on, these rows move to slots that the sweep has passed.
+/// Sweeps a table whose last slots contain expired rows. While `bury` advances the sweep, these rows move to slots that
+/// the sweep has passed.
 fn all_dead_rows_leave(bury: impl FnOnce(&Rig)) {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let rig = Rig::open(table("saved"), Arc::clone(&engine)).expect("opened");
@@ -65,7 +69,7 @@ fn all_dead_rows_leave(bury: impl FnOnce(&Rig)) {
     assert!(rows_of(&loaded) == expected, "the delta is the table that saved it");
 }
 
-/// Train small batches until the sweep has ended.
+/// Trains small batches until the sweep has ended.
 fn in_slices(rig: &Rig) {
     while rig.table.stats().expect("stats").eviction.expect("a rule").is_sweeping {
         rig.train(&[MODIFIED], 1, 0).expect("a step");

@@ -1,4 +1,5 @@
-//! An operation fails, once or from then on. The process lives on, and what earlier steps left can be read, and saved elsewhere.
+//! An operation fails, once or permanently. The process continues, and the results of earlier steps can be read, and
+//! saved elsewhere.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use crate::workload::{
     open, save,
 };
 
-/// The tables after each number of parts of a run that nothing disturbs.
+/// The tables after each number of parts of an undisturbed run.
 fn undisturbed(kinds: Kinds) -> Vec<Snapshot> {
     let memory = disk();
     let engine: Arc<dyn IoEngine> = Arc::new(memory);
@@ -31,12 +32,12 @@ fn undisturbed(kinds: Kinds) -> Vec<Snapshot> {
     all
 }
 
-/// Whether the part in which a run stopped only trains. (An import or a removal that fails may be half done.)
+/// True if the part in which a run stopped only trains. (An import or a removal that fails may be half done.)
 fn only_trains(parts: u64) -> bool {
     parts.is_multiple_of(PARTS)
 }
 
-/// Check that the tables can be saved to another disk, and loaded from there.
+/// Checks that the tables can be saved to another disk, and loaded from there.
 fn can_be_saved_elsewhere(rigs: &[Rig], context: &str) {
     let elsewhere: Arc<dyn IoEngine> = Arc::new(disk());
     let tables: Vec<_> = rigs.iter().map(|rig| &rig.table).collect();
@@ -45,7 +46,8 @@ fn can_be_saved_elsewhere(rigs: &[Rig], context: &str) {
     assert!(found == Some(Snapshot::of(rigs).unwrap()), "{context}: saved elsewhere with other rows");
 }
 
-/// Check what a failed write leaves: rows can be read and saved, training is refused, and the states flushed before are there.
+/// Checks the tables after a failed write: rows can be read and saved, training fails, and the previously flushed
+/// states are there.
 fn lives_on(run: &Run, kinds: Kinds, rigs: &[Rig], errno: i32, context: &str) {
     can_be_saved_elsewhere(rigs, context);
     let before = Snapshot::of(rigs).unwrap();
@@ -77,7 +79,7 @@ fn after_an_error_at_an_operation(kinds: Kinds, first: u64, step: u64) {
                 Ok(()) => survived += 1,
                 Err(error) => {
                     assert!(is_of_storage(&error) && error.errno() == Some(errno), "{context}: {error:?}");
-                    // A closed table says that it is closed, whatever else it has.
+                    // A closed table reports that it is closed, before any other error.
                     if run.parts < STEPS * 2 * PARTS || rigs.iter().all(|rig| rig.table.step().is_ok()) {
                         if only_trains(run.parts) && kinds.ids == ROOMY.ids {
                             let found = Snapshot::of(&rigs).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -121,7 +123,7 @@ fn after_an_error_at_an_operation_of_tables_that_are_swept() {
     after_an_error_at_an_operation(SWEPT, 3, every(7));
 }
 
-/// Repeat `work` after an error that a disk gives once.
+/// Repeats `work` after an error that a disk returns once.
 fn again<T>(mut work: impl FnMut() -> Result<T>, errors: &mut u64, context: &str) -> T {
     loop {
         match work() {
@@ -138,8 +140,8 @@ fn again<T>(mut work: impl FnMut() -> Result<T>, errors: &mut u64, context: &str
     }
 }
 
-/// One read of the whole run fails, is short, or brings a wrong bit. The caller gets the error and repeats the call, and nothing is
-/// different.
+/// One read of the entire run fails, is short, or returns a wrong bit. The caller gets the error and repeats the call,
+/// and nothing is different.
 fn one_bad_read(kinds: Kinds, fault: IoFault, step: usize) {
     let known = undisturbed(kinds);
     let mut told = 0;
@@ -213,7 +215,7 @@ fn a_disk_that_cannot_be_read_from(begin: u64) {
         told += u64::from(done.is_err());
         trained += u64::from(done.is_ok() && step >= 80);
         if rigs[0].table.is_read_only() {
-            // Rows were half written when there was no more room. Then only reopening helps, as the error said.
+            // Rows were half written when the space ran out. Then only reopening helps, as the error stated.
             return;
         }
     }
@@ -222,7 +224,7 @@ fn a_disk_that_cannot_be_read_from(begin: u64) {
     assert_eq!(rows, rigs[0].table.len().unwrap(), "the count of rows follows what was dropped");
 }
 
-/// More segments than a table keeps for reuse lose all their rows, again and again.
+/// More segments than a table keeps for reuse lose all their rows, repeatedly.
 #[test]
 fn files_that_cannot_be_removed_are_named_and_no_row_is_lost_count_of() {
     let kinds = Kinds { ssd_bytes: 512 << 10, ids: 4000, ..ROOMY };
@@ -234,7 +236,7 @@ fn files_that_cannot_be_removed_are_named_and_no_row_is_lost_count_of() {
     fault.hit_every(IoOperation::RemoveFile, IoFault::Fail(libc::EPERM));
     let all: Vec<_> = (-50..kinds.ids).collect();
     let held_bytes = || -> u64 {
-        // The bytes of a file that is renamed meanwhile are those of another file.
+        // The bytes of a file that is renamed concurrently are those of another file.
         let files = memory.list(&directory(0)).unwrap();
         files.iter().filter_map(|path| memory.open(path, IoOpenMode::Read).ok()).map(|file| file.len().unwrap()).sum()
     };

@@ -1,7 +1,8 @@
-//! A process that trains, flushes, compacts and saves (in full, as deltas, and by merging them) is killed at random, hundreds of
-//! times, on a real disk. Each time the next process goes on from what was flushed, and what was saved can be loaded.
+//! A process that trains, flushes, compacts and saves (in full, as deltas, and by merging them) is killed at random,
+//! hundreds of times, on a real disk. Each time the next process resumes from the flushed state, and saved checkpoints
+//! can be loaded.
 //!
-//! `EMBCACHE_KILLS` sets the number of kills (by default 60 for each way to do I/O).
+//! `EMBCACHE_KILLS` sets the number of kills (by default 60 for each I/O engine).
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -23,9 +24,9 @@ const ROOT: &str = "EMBCACHE_TEST_KILL_ROOT";
 const ENGINE: &str = "EMBCACHE_TEST_KILL_ENGINE";
 const CHILD: &str = "kill::child_that_trains_until_it_is_killed";
 const DIM: usize = 32;
-/// The cap of the SSD tier. The rows and two states fit, with what compaction leaves behind for a while.
+/// The cap of the SSD tier. It fits the rows and two states, with temporary leftovers of compaction.
 const CAP: u64 = 6 << 20;
-/// The steps between saves. A flush, which remembers the save, follows each.
+/// The steps between saves. A flush, which records the save, follows each.
 const FLUSH: u64 = 3;
 /// The number of checkpoints of a chain that is merged.
 const CHAIN: usize = 3;
@@ -61,7 +62,7 @@ fn go(rig: &Rig, step: u64) {
     rig.table.remove_rows(&gone).unwrap();
 }
 
-/// Save a delta where the table knows what it changed since the newest checkpoint, else save in full. The result says which.
+/// Saves a delta if the table tracks its changes since the latest checkpoint, else saves in full. Returns the kind.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> &'static str {
     let directory = directory_in(engine, root);
     let newest =
@@ -90,7 +91,7 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> 
     if ancestor.is_some() { "delta" } else { "saved" }
 }
 
-/// Merge the newest checkpoint with those it builds on, if these are many. The result is whether that was so.
+/// Merges the latest checkpoint with its base checkpoints, if there are many. Returns true if it did.
 fn merge(engine: &Arc<dyn IoEngine>, root: &Path, random: u64) -> bool {
     let directory = directory_in(engine, root);
     let latest = LatestCheckpoint::read(&directory).unwrap();
@@ -112,7 +113,7 @@ fn child_that_trains_until_it_is_killed() {
     let (root, engine) = (Path::new(&root), engine(&name).unwrap());
     let nothing = SsdTier::published_commit_ids(&directory(root), &*engine).unwrap().is_empty();
     let reopen = if nothing { ReopenMode::Discard } else { ReopenMode::Resume };
-    // Every other process has a device tier. What is on disk knows nothing of it.
+    // Every other process has a device tier. The files do not depend on it.
     let rig = Rig::open(table_config(root, std::process::id().is_multiple_of(2), reopen), engine.clone()).unwrap();
     let mut out = std::io::stdout();
     for step in rig.table.step().unwrap().. {
@@ -132,7 +133,7 @@ fn child_that_trains_until_it_is_killed() {
     }
 }
 
-/// Every row without the epoch of its last change, which depends on what was saved meanwhile.
+/// Every row without the epoch of its last change, which depends on concurrent saves.
 fn contents(rig: &Rig) -> Contents {
     let mut rows = rig.contents().unwrap();
     for (header, _) in rows.values_mut() {
@@ -141,7 +142,7 @@ fn contents(rig: &Rig) -> Contents {
     rows
 }
 
-/// The table after each number of steps. It is computed as far as it is asked for.
+/// The table after each number of steps. It is computed on demand.
 struct Straight {
     rig: Rig,
     after: Vec<Contents>,
@@ -162,7 +163,7 @@ impl Straight {
     }
 }
 
-/// The number of steps of the newest checkpoint, after its rows were compared.
+/// The number of steps of the latest checkpoint, after its rows were compared.
 fn check_saved(engine: &Arc<dyn IoEngine>, root: &Path, straight: &mut Straight) -> u64 {
     let root = root.join("saved");
     let directory = directory_in(engine, &root);
@@ -177,7 +178,7 @@ fn check_saved(engine: &Arc<dyn IoEngine>, root: &Path, straight: &mut Straight)
 
 fn kill_again_and_again(name: &str) {
     let Some(engine) = engine(name) else {
-        // There is nothing to show where the system refuses io_uring, because that runs on the other engine.
+        // Nothing to test if the OS rejects io_uring, because that runs on the other engine.
         return;
     };
     let kills: u64 = std::env::var("EMBCACHE_KILLS").map_or(60, |text| text.parse().expect("a number"));
@@ -194,11 +195,11 @@ fn kill_again_and_again(name: &str) {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // The kill comes anywhere within the work that follows a line, and in one round of eight as soon as the process has
-        // started.
+        // The kill happens anywhere within the work that follows a line, and in one round of eight as soon as the
+        // process has started.
         let lines = if round % 8 == 7 { 0 } else { 1 + hash_id(round as i64) % 12 };
         let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
-        // The result is whether the line is one of the child's own.
+        // Returns true if the line is one of the child's own.
         let mut hear = |line: String| {
             let Some((what, number)) = line.split_once(' ') else { return false };
             let Ok(number) = number.parse::<u64>() else { return false };
@@ -216,7 +217,7 @@ fn kill_again_and_again(name: &str) {
         while seen < lines {
             seen += u64::from(hear(said.next().expect("the child ended by itself").unwrap()));
         }
-        // Wait some way into what comes next. The work of a step takes about as long as these turns of a loop.
+        // Wait some way into the following work. The work of a step takes about as long as these iterations of a loop.
         let turns = hash_id(!(round as i64)) % 400_000;
         assert_eq!((0..turns).map(std::hint::black_box).count() as u64, turns);
         child.kill().unwrap();
@@ -243,7 +244,7 @@ fn kill_again_and_again(name: &str) {
         resumed += 1;
     }
     let checkpoints = engine.list(&root.join("saved")).unwrap().len();
-    // The entries are LATEST, its lock, a chain, and what the last process was about to make.
+    // The entries are LATEST, its lock, a chain, and the leftovers of the last process.
     assert!(checkpoints <= CHAIN + 3, "{checkpoints} entries where checkpoints are: orphans stay");
     assert!(
         resumed * 10 >= kills * 8 && saved > 0 && flushed > 20 && deltas > kills / 10 && merges > kills / 30,

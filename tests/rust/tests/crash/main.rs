@@ -1,5 +1,5 @@
-//! The whole cache is stopped, or fails, at every operation on its files. It has tables of several tiers that are flushed under
-//! common tokens, and checkpoints that are saved from them.
+//! The entire cache is stopped, or fails, at every operation on its files. It has tables of several tiers that are
+//! flushed under common commit ids, and checkpoints that are saved from them.
 #![allow(clippy::unwrap_used)]
 
 mod errors;

@@ -1,7 +1,8 @@
-//! The machine or the process stops at an operation. What comes up again has one flushed state, whole, and goes on from it.
+//! The machine or the process stops at an operation. A restart has one intact flushed state, and continues from it.
 //!
-//! A power cut is modelled: any part of what was not synced may be on the disk. Each stop is looked at as the death of the process,
-//! as a cut that keeps only what was synced, and as two cuts that keep some of the rest. With `EMBCACHE_STRESS=20` these are forty.
+//! A power cut is modelled: any part of the data that was not synced may be on the disk. Each stop is tested as a
+//! killed process, as a power cut that keeps only synced data, and as two power cuts that keep some of the rest. With
+//! `EMBCACHE_STRESS=20` these are forty.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -16,12 +17,13 @@ use crate::workload::{
     save, train,
 };
 
-/// The stops that are tried in each kind of run: each `EMBCACHE_CRASH_EVERY`-th operation (1 for all), by default one in `usual`.
+/// The stops to test in each kind of run: each `EMBCACHE_CRASH_EVERY`-th operation (1 for all), by default one in
+/// `usual`.
 pub(crate) fn every(usual: u64) -> u64 {
     std::env::var("EMBCACHE_CRASH_EVERY").map_or(usual, |text| text.parse().expect("EMBCACHE_CRASH_EVERY is a number"))
 }
 
-/// Run the workload on a disk that stops after `passing` changes.
+/// Runs the workload on a disk that stops after `passing` changes.
 fn stopped(kinds: Kinds, passing: u64) -> (MemoryEngine, Run, bool) {
     let memory = disk();
     let fault = FaultEngine::new(Arc::new(memory.clone()));
@@ -33,7 +35,7 @@ fn stopped(kinds: Kinds, passing: u64) -> (MemoryEngine, Run, bool) {
     (memory, run, fault.is_stopped())
 }
 
-/// The segment files in a table's directory, and those that its states name.
+/// The segment files in a table's directory, and those that its states list.
 fn segments(engine: &dyn IoEngine, table: usize) -> (BTreeSet<u64>, BTreeSet<u64>) {
     let (mut there, mut named) = (BTreeSet::new(), BTreeSet::new());
     for path in engine.list(&directory(table)).unwrap() {
@@ -45,7 +47,7 @@ fn segments(engine: &dyn IoEngine, table: usize) -> (BTreeSet<u64>, BTreeSet<u64
             Some("state") => {
                 let bytes = read_file(engine, &path, 1 << 20).unwrap();
                 let at = bytes.iter().position(|byte| *byte == b'\n').unwrap();
-                // Behind the state is the table's note.
+                // The state is followed by the table's metadata blob.
                 let mut values = serde_json::Deserializer::from_slice(&bytes[at..]).into_iter::<serde_json::Value>();
                 let state = values.next().unwrap().unwrap();
                 named.extend(state["segments"].as_array().unwrap().iter().map(|named| named["n"].as_u64().unwrap()));
@@ -57,7 +59,7 @@ fn segments(engine: &dyn IoEngine, table: usize) -> (BTreeSet<u64>, BTreeSet<u64
     (there, named)
 }
 
-/// Resume what an image has and go on from there; `false` where it has nothing to resume.
+/// Resumes the state of an image and continues from there; `false` if it has nothing to resume.
 pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &str) -> bool {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let Some((token, flushed)) = run.newest(image, context) else { return false };
@@ -67,7 +69,7 @@ pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &s
         let (there, named) = segments(image, table);
         assert_eq!(there, named, "{context}: files of no state stay");
     }
-    // As long as no policy drops rows, what follows has the bits of tables that never stopped.
+    // While no policy drops rows, the following results are bitwise identical to tables that never stopped.
     let straight = flushed.in_ram_as(kinds.swept);
     for (table, (rig, straight)) in rigs.iter().zip(&straight).enumerate() {
         for step in 100..103 {
@@ -89,7 +91,7 @@ pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &s
     true
 }
 
-/// Stop at each operation of a resume, and resume once more. The result is the number of stops.
+/// Stops at each operation of a resume, and resumes once more. Returns the number of stops.
 fn resumes_after_a_stop_while_resuming(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &str) -> u64 {
     let Some((token, _)) = run.newest(image, context) else { return 0 };
     for passing in 0.. {
@@ -113,8 +115,8 @@ fn resumes_after_a_stop_while_resuming(run: &Run, kinds: Kinds, image: &MemoryEn
     unreachable!("an opening has an end")
 }
 
-/// Check that a load finds the checkpoint before or the one that was being saved, and that the next save leaves nothing of either
-/// behind.
+/// Checks that a load finds the previous checkpoint or the one that was being saved, and that the next save leaves
+/// nothing of either.
 pub(crate) fn checkpoint_is_whole(run: &Run, image: &MemoryEngine, context: &str) {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let found = load(&engine).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -135,7 +137,7 @@ pub(crate) fn checkpoint_is_whole(run: &Run, image: &MemoryEngine, context: &str
     assert_eq!(engine.list(Path::new(CHECKPOINTS)).unwrap().len(), 3, "{context}: LATEST, the lock and one checkpoint");
 }
 
-/// Stop after 0, `step`, 2 `step`, … changes, from `first` on, until the workload comes to its end.
+/// Stops after 0, `step`, 2 `step`, … changes, starting at `first`, until the workload finishes.
 fn stop_at_every_operation(kinds: Kinds, first: u64, step: u64) {
     let (mut resumed, mut twice, mut amid_sweeps) = (0, 0, 0);
     for passing in (first..).step_by(step as usize) {

@@ -1,4 +1,5 @@
-//! The workload that is stopped: two tables over all tiers that train, drop rows, remove rows, import, flush, save, and close.
+//! The workload of the crash tests: two tables over all tiers that train, drop rows, remove rows, import, flush, save,
+//! and close.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -21,31 +22,31 @@ const HALF_LIFE: u64 = 16;
 pub(crate) const STEPS: u64 = 26;
 const NAMES: [&str; 2] = ["item", "user"];
 
-/// A way to run the workload.
+/// A variant of the workload.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kinds {
     pub(crate) device_rows: Option<u32>,
     pub(crate) on_full: OnFull,
     /// The cap of each table's SSD tier in bytes.
     pub(crate) ssd_bytes: u64,
-    /// Ids are drawn from so many.
+    /// The number of ids to draw from.
     pub(crate) ids: i64,
-    /// Whether rows leave by a rule of eviction: in one table every three steps, and in the other by calls.
+    /// If true, rows expire by a rule: in one table every three steps, and in the other by calls.
     pub(crate) swept: bool,
 }
 
 /// The rows fit, and compaction has work to do.
 pub(crate) const ROOMY: Kinds =
     Kinds { device_rows: None, on_full: OnFull::Error, ssd_bytes: 192 << 10, ids: 260, swept: false };
-/// The same with a device tier above.
+/// The same with a device tier.
 pub(crate) const DEVICE: Kinds = Kinds { device_rows: Some(12), ..ROOMY };
 /// The rows do not fit. Each step drops some, which leave tombstones.
 pub(crate) const EVICTING: Kinds = Kinds { on_full: OnFull::Evict, ssd_bytes: 144 << 10, ids: 2000, ..ROOMY };
 
-/// Rows that fit leave by a rule, so that flushes and saves come amid sweeps.
+/// Rows that fit expire by a rule, so that flushes and saves happen during sweeps.
 pub(crate) const SWEPT: Kinds = Kinds { swept: true, ..ROOMY };
 
-/// The rule of a table whose rows are swept. A part of it looks at the records of rows.
+/// The rule of a table with sweeps. A part of it reads the records of rows.
 fn eviction(table: usize) -> EvictionConfig {
     let seldom = EvictionRule::All(vec![EvictionRule::Unused { steps: 5 }, EvictionRule::ScoreBelow(1.2)]);
     let rule = EvictionRule::Any(vec![EvictionRule::Unused { steps: 11 }, seldom]);
@@ -73,7 +74,7 @@ fn table_config(table: usize, kinds: Kinds, reopen: ReopenMode, resume_token: Op
     wanted
 }
 
-/// Open both tables.
+/// Opens both tables.
 pub(crate) fn open(
     engine: &Arc<dyn IoEngine>,
     kinds: Kinds,
@@ -92,12 +93,12 @@ impl Snapshot {
         rigs.iter().map(|rig| Ok((rig.contents()?, rig.table.step()?))).collect::<Result<_>>().map(Self)
     }
 
-    /// The tables in RAM alone, with these rows, none of which leaves.
+    /// The tables only in RAM, with these rows, none of which is evicted.
     pub(crate) fn in_ram(&self) -> Vec<Rig> {
         self.in_ram_as(false)
     }
 
-    /// The tables in RAM alone, with these rows, which leave by a rule where they are `swept`.
+    /// The tables only in RAM, with these rows, which expire by a rule if they are `swept`.
     pub(crate) fn in_ram_as(&self, swept: bool) -> Vec<Rig> {
         let rigs: Vec<Rig> = (0..2)
             .map(|table| {
@@ -124,10 +125,10 @@ pub(crate) fn ids_of(step: u64, table: usize, kinds: Kinds) -> Vec<Id> {
         .collect()
 }
 
-/// The parts of what one table does in a step: it trains, and in some steps it removes rows or imports some.
+/// The parts of one table's step: it trains, and in some steps it removes rows or imports some.
 pub(crate) const PARTS: u64 = 2;
 
-/// Do one of these parts.
+/// Runs one of these parts.
 pub(crate) fn do_part(rig: &Rig, step: u64, table: usize, part: u64, kinds: Kinds) -> Result<()> {
     match (part, step % 9, table) {
         (0, ..) => train(rig, step, table, kinds),
@@ -144,12 +145,12 @@ pub(crate) fn do_part(rig: &Rig, step: u64, table: usize, part: u64, kinds: Kind
     }
 }
 
-/// Train one step of one table.
+/// Trains one step of one table.
 pub(crate) fn train(rig: &Rig, step: u64, table: usize, kinds: Kinds) -> Result<()> {
     rig.train(&ids_of(step, table, kinds), BAG, step as u32).map(|_| ())
 }
 
-/// Save both tables as one rank.
+/// Saves both tables as one rank.
 pub(crate) fn save(engine: &Arc<dyn IoEngine>, tables: &[&Table], random: u64) -> Result<()> {
     let directory = directory_in(engine, CHECKPOINTS);
     let save = CheckpointSave::begin(&directory, random)?;
@@ -160,7 +161,7 @@ pub(crate) fn save(engine: &Arc<dyn IoEngine>, tables: &[&Table], random: u64) -
     save.publish(&[writer.finish()?], 1).map(|_| ())
 }
 
-/// The checkpoint that `LATEST` names, read into tables in RAM; `None` where there is none.
+/// The checkpoint that `LATEST` names, read into tables in RAM; `None` if there is none.
 pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
     let directory = directory_in(engine, CHECKPOINTS);
     let latest = match LatestCheckpoint::read(&directory) {
@@ -176,27 +177,28 @@ pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
     Snapshot::of(&empty).map(Some)
 }
 
-/// One run of the workload, and what it knows of what it did.
+/// One run of the workload, and its progress.
 #[derive(Debug, Default)]
 pub(crate) struct Run {
-    /// The flushes of both tables under one token that ended, and the one that was running.
+    /// The flushes of both tables under one commit id that finished, and the one that was running.
     pub(crate) flushed: Vec<(u64, Snapshot)>,
     pub(crate) flushing: Option<(u64, Snapshot)>,
-    /// The last save that succeeded, and those that were begun after it.
+    /// The last save that succeeded, and those that started after it.
     pub(crate) saved: Option<Snapshot>,
     pub(crate) saving: Vec<Snapshot>,
-    /// The number of parts done, of all tables.
+    /// The number of parts done, over all tables.
     pub(crate) parts: u64,
-    /// Whether a table ever gave its states up for room.
+    /// True if a table ever discarded its states for space.
     pub(crate) given_up: bool,
-    /// Tables in RAM that do the same, where rows are swept: whoever asks the others for their rows ends their sweeps.
+    /// Tables in RAM with the same operations, for runs with sweeps: reading the rows of the original tables would
+    /// finish their sweeps.
     twins: Vec<Rig>,
-    /// How many flushes and saves came while a sweep was under way.
+    /// Number of flushes and saves during a sweep.
     pub(crate) amid_sweeps: u64,
 }
 
 impl Run {
-    /// Do everything until something fails. Saves may fail, because they go to another store than training.
+    /// Runs everything until a call fails. Saves may fail, because they go to another store than training.
     pub(crate) fn go(&mut self, engine: &Arc<dyn IoEngine>, kinds: Kinds, rigs: &[Rig]) -> Result<()> {
         if kinds.swept {
             self.twins = Snapshot(vec![(Contents::new(), 0); 2]).in_ram_as(true);
@@ -226,7 +228,7 @@ impl Run {
         rigs.iter().try_for_each(|rig| rig.table.close())
     }
 
-    /// The rows that tables have once a sweep under way has ended.
+    /// The rows of the tables after a running sweep has finished.
     fn snapshot(&mut self, rigs: &[Rig]) -> Result<Snapshot> {
         if self.twins.is_empty() {
             return Snapshot::of(rigs);
@@ -256,7 +258,7 @@ impl Run {
         Ok(())
     }
 
-    /// The newest token that both tables of an image have, if any, and the rows of that state.
+    /// The latest commit id that both tables of an image have, if any, and the rows of that state.
     pub(crate) fn newest(&self, engine: &dyn IoEngine, context: &str) -> Option<(u64, &Snapshot)> {
         let tokens: Vec<Vec<u64>> = (0..2)
             .map(|table| {
@@ -293,7 +295,7 @@ pub(crate) fn disk() -> MemoryEngine {
     memory
 }
 
-/// Whether an error is one that a fault of the disk may cause.
+/// True if a disk fault may cause this error.
 pub(crate) fn is_of_storage(error: &Error) -> bool {
     matches!(error.kind(), Kind::Storage | Kind::ReadOnly)
 }

@@ -1,4 +1,4 @@
-//! Numbers in a checkpoint by which memory is requested. None of them gets more than the size of the files.
+//! Numbers in a checkpoint that determine allocations. None of them may allocate more than the size of the files.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ use crate::mutate::{Files, engine_of};
 
 pub(crate) const LARGE: [u64; 8] =
     [1 << 16, 1 << 24, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, 1 << 53, 1 << 62, u64::MAX];
-/// Bytes that are allocated whatever the files say, for errors and maps of tables.
+/// Bytes that are allocated for any files, for errors and maps of tables.
 const FIXED: usize = 16 << 10;
 
 /// The positions of the numbers in a JSON value, as JSON pointers.
@@ -32,7 +32,8 @@ pub(crate) fn is_rank(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().contains("-of-")) && !is_data(path)
 }
 
-/// Make the coordinator's manifest say the same of the tables as the ranks' do, so that the code behind that comparison runs.
+/// Makes the coordinator's manifest agree with the ranks' about the tables, so that the code after that comparison
+/// runs.
 fn agree(files: &mut Files) {
     let ranks: Vec<Value> =
         files.iter().filter(|(path, _)| is_rank(path)).map(|(_, bytes)| value(bytes).unwrap()).collect();
@@ -50,7 +51,7 @@ fn agree(files: &mut Files) {
     *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
 }
 
-/// The largest request for memory while every table is opened, and whether all of them were refused.
+/// The largest allocation while every table is opened, and true if all of them were rejected.
 fn open(files: &Files) -> (bool, usize) {
     let engine = engine_of(files);
     largest_of(|| {
@@ -66,7 +67,7 @@ fn open(files: &Files) -> (bool, usize) {
 }
 
 pub(crate) fn limit(files: &Files) -> usize {
-    // Lists of what a file holds grow by doubling.
+    // Lists that are read from a file grow by doubling.
     2 * files.values().map(Vec::len).max().unwrap() + FIXED
 }
 

@@ -1,4 +1,4 @@
-//! Numbers of block-level saves that ask for memory, and headers that are not those of the manifest's counts.
+//! Numbers of RecIS-format saves that determine allocations, and headers that contradict the manifest's counts.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -22,7 +22,7 @@ fn seed() -> &'static Files {
     })
 }
 
-/// Make the checksums of the manifests right again, from the shards' up to LATEST.blocks.
+/// Fixes the checksums of the manifests, from the shards' up to LATEST.blocks.
 fn reseal(files: &mut Files) {
     let named = |files: &Files, end: &str| -> Vec<PathBuf> {
         files.keys().filter(|path| path.to_string_lossy().contains(end)).cloned().collect()
@@ -42,7 +42,7 @@ fn reseal(files: &mut Files) {
     files.insert(Path::new(ROOT).join("LATEST.blocks"), line.into_bytes());
 }
 
-/// What opening the save gives, and the largest request that it makes.
+/// The result of opening the save, and its largest allocation.
 fn open(files: &Files) -> (Result<(), Error>, usize) {
     let directory = CheckpointDirectory::with_engine(Arc::clone(&engine_of(files)), Path::new(ROOT));
     largest_of(|| RecisReader::open(&directory, &mut never).map(drop))

@@ -22,7 +22,8 @@ pub(crate) fn tables() -> Vec<Table> {
     vec![Table::new("m", "a", RowWiseAdagrad, 4, &ids, 1), Table::new("m", "b", Sgd, 2, &ids[..9], 2)]
 }
 
-/// The tables before the last checkpoint. Some rows were different, some have gone since, and some were not there yet.
+/// The tables before the last checkpoint. Some rows were different, some have been removed since, and some were not
+/// inserted yet.
 pub(crate) fn before() -> Vec<Table> {
     let mut before = tables();
     for table in &mut before {
@@ -68,7 +69,7 @@ pub(crate) fn is_data(path: &Path) -> bool {
     path.extension().is_some_and(|found| found == "safetensors")
 }
 
-/// Put another header into a data file, whose data stay where they are.
+/// Replaces the header of a data file, whose data stay in place.
 pub(crate) fn set_header(bytes: &mut [u8], header: &Value) {
     let (start, end) = json(bytes).unwrap();
     let text = header.to_string().into_bytes();
@@ -83,7 +84,7 @@ pub(crate) fn tensor(header: &Value, data: usize, name: &str, len: usize) -> Opt
     (start <= end && end <= len).then_some((start, end))
 }
 
-/// Make the checksums of a data file's columns right, as far as its header can be read.
+/// Fixes the checksums of a data file's columns, as far as its header can be read.
 fn reseal_columns(bytes: &mut [u8]) {
     let (Some(header), Some((_, data))) = (value(bytes), json(bytes)) else { return };
     let Some((at, end)) = tensor(&header, data, "checksums", bytes.len()) else { return };
@@ -100,7 +101,7 @@ fn reseal_columns(bytes: &mut [u8]) {
     bytes[at..at + count].copy_from_slice(&crcs[..count]);
 }
 
-/// Make every checksum right, from the data files up to the coordinator's manifest.
+/// Fixes every checksum, from the data files up to the coordinator's manifest.
 pub(crate) fn reseal(files: &mut Files) {
     files.iter_mut().filter(|(path, _)| is_data(path)).for_each(|(_, bytes)| reseal_columns(bytes));
     let data: Vec<(PathBuf, usize, u32, Option<u32>)> = files
@@ -143,7 +144,7 @@ pub(crate) fn reseal(files: &mut Files) {
         *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
         digests.push((path.clone(), bytes.len(), xxh3_64(bytes)));
     }
-    // They are sealed in the order of their names, so that the parent of a delta comes before it.
+    // They are sealed in the order of their names, so that the parent of a delta comes first.
     let mut sealed_as: Vec<(String, u64)> = Vec::new();
     for (path, bytes) in files.iter_mut().filter(|(path, _)| path.ends_with("manifest.json")) {
         let Some(mut manifest) = value(bytes) else { continue };
@@ -178,7 +179,7 @@ pub(crate) fn sealed(manifest: &Value) -> Vec<u8> {
     format!("{body},\n  \"xxh3\": {}\n}}\n", xxh3_64(rendered.as_bytes())).into_bytes()
 }
 
-/// Load every table as one rank and as the second rank of three. Rows that are not `original` fail.
+/// Loads every table as one rank and as the second rank of three. Rows that are not `original` fail.
 fn load(files: &Files, original: bool) -> TestCaseResult {
     let engine = engine_of(files);
     let directory = directory_in(&engine, ROOT);

@@ -1,4 +1,5 @@
-//! Step clocks in the manifests of ranks and of the coordinator. Each that cannot be right is damage, which is found before a table changes.
+//! Step clocks in the manifests of ranks and of the coordinator. Each impossible clock is corruption, which is detected
+//! before a table changes.
 
 use std::path::{Path, PathBuf};
 
@@ -22,7 +23,7 @@ fn manifests() -> Vec<PathBuf> {
     seed().keys().filter(is_manifest).cloned().collect()
 }
 
-/// The seed, where the clock of table `a` is `damage` in the manifests at `paths` and whole in the others.
+/// The seed, with the clock of table `a` replaced by `damage` in the manifests at `paths` and intact in the others.
 fn with_clock(paths: &[&Path], damage: &Value) -> Files {
     let mut files = seed().clone();
     for path in manifests() {
@@ -35,7 +36,7 @@ fn with_clock(paths: &[&Path], damage: &Value) -> Files {
     files
 }
 
-/// A table that can be loaded, and has other rows and other times.
+/// A table that can be loaded, with other rows and other times.
 fn table() -> Rig {
     let eviction = Some(EvictionConfig { rule: EvictionRule::PerSweepTimed, every_steps: None });
     let (rig, _) = Rig::with_faults(TableConfig {
@@ -49,7 +50,8 @@ fn table() -> Rig {
     rig
 }
 
-/// Load table `a`. Opening a checkpoint does not allocate more at once than the files explain: a pair of 16 bytes has 4 bytes of text.
+/// Loads table `a`. Opening a checkpoint allocates no more than the files explain: a pair of 16 bytes has 4 bytes of
+/// text.
 fn load(files: &Files, rig: &Rig) -> embcache::Result<u64> {
     let engine = engine_of(files);
     let directory = directory_in(&engine, ROOT);
@@ -59,21 +61,21 @@ fn load(files: &Files, rig: &Rig) -> embcache::Result<u64> {
     opened?.table_reader("m", "a", 0..7)?.load_into(&rig.table)
 }
 
-/// Clocks that are none, or cannot be those of table `a`.
+/// Clocks that are invalid, or cannot belong to table `a`.
 fn damages() -> Vec<Value> {
     let texts = [
         "",
         " ",
         "x",
         "0 0 1000 x 1500",
-        "2 0 1000 1 1500", // no numbers, and a kind that is not known
+        "2 0 1000 1 1500", // not numbers, and an unknown kind
         "0 0 1000 1",
         "0 0 1000 1 ",
-        "0 0", // cut short
+        "0 0", // truncated
         "0 0 1000 0 1500",
         "0 0 1000 1 -1500",
         "0 0 1000 -1 1500",
-        "0 0 1000 +1 1500", // going back or standing still
+        "0 0 1000 +1 1500", // not increasing
         "0 0 1000 2 1500",
         "0 5 1000", // steps that the table has not made
         "0 0 1000 18446744073709551615 1500",

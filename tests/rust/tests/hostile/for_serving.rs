@@ -1,4 +1,5 @@
-//! Serving checkpoints whose manifests contradict themselves or their files. Each is damage, found before a row is read.
+//! Serving checkpoints whose manifests contradict themselves or their files. Each is corruption, detected before a row
+//! is read.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -53,7 +54,7 @@ fn read(files: &Files) -> embcache::Result<u64> {
     Ok(chain.table_reader("m", "a", 0..7)?.verify()? + chain.table_reader("m", "b", 0..7)?.verify()?)
 }
 
-/// The seed, in which `change` was done to the coordinator's manifest or to both manifests, with every checksum right.
+/// The seed, with `change` applied to the coordinator's manifest or to both manifests, and every checksum fixed.
 fn with(both: bool, change: impl Fn(&mut Value)) -> Files {
     let mut files = seed().clone();
     let manifests: Vec<PathBuf> =
@@ -127,7 +128,7 @@ fn the_seed_is_whole_and_any_scale_and_bias_is_read() {
     let mut files = seed().clone();
     let data = files.iter_mut().find(|(path, _)| is_data(path)).unwrap().1;
     let length = data.len();
-    // Codes and numbers of rows that no conversion would write, infinities and NaN among them: they are numbers all the same.
+    // Codes and values of rows that no conversion would write, including infinities and NaN: they are valid values.
     let start = weights_start(data);
     data[start..(start + 60 * 9).min(length)].fill(0xfe);
     reseal(&mut files);

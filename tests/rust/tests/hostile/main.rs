@@ -1,9 +1,9 @@
-//! Bytes from disk are hostile. Files that the code has made are changed at random, in bytes and in structure. In most of them
-//! every checksum is made right again, so that the code behind the checksums runs too.
+//! Bytes from disk are hostile. Files that the code has written are changed at random, in bytes and in structure. In
+//! most of them every checksum is fixed, so that the code after the checksums runs too.
 //!
-//! Whatever the files say, there must be no panic, no hang, no allocation that the size of the files does not explain, and only
-//! errors whose kind says what is wrong. `EMBCACHE_FUZZ_S=600` (`make fuzz FOR=600`) runs for that many seconds instead of a fixed
-//! number of cases.
+//! For any contents of the files, there must be no panic, no hang, no allocation that the size of the files does not
+//! explain, and only errors whose kind states the problem. `EMBCACHE_FUZZ_S=600` (`make fuzz FOR=600`) runs for that
+//! many seconds instead of a fixed number of cases.
 #![allow(clippy::unwrap_used)]
 
 mod amounts;
@@ -34,13 +34,13 @@ use embcache::{Error, Kind};
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, TestCaseError, TestCaseResult, TestRunner};
 
-/// The cases of each target where no time is given.
+/// The number of cases per target if no time is set.
 const CASES: u32 = 400;
-/// No single allocation may be larger. The largest legal one is a piece of the SSD index, which has 33 MiB whatever the files say.
-/// (A reader stages one group at a time, and the groups of these files are smaller.)
+/// Maximum size of a single allocation. The largest legal one is a piece of the SSD index, which has 33 MiB for any
+/// files. (A reader stages one group at a time, and the groups of these files are smaller.)
 const LARGEST_ALLOCATION: usize = 33 << 20;
 
-/// Run `test` on many values of `strategy`.
+/// Runs `test` on many values of `strategy`.
 fn fuzz<S: Strategy>(strategy: &S, test: impl Fn(S::Value) -> TestCaseResult) {
     let seconds = std::env::var("EMBCACHE_FUZZ_S").ok().and_then(|seconds| seconds.parse().ok());
     let end = seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds));
@@ -63,7 +63,7 @@ fn fuzz<S: Strategy>(strategy: &S, test: impl Fn(S::Value) -> TestCaseResult) {
     }
 }
 
-/// Check that an error is one that damaged files may cause, and says where the damage is.
+/// Checks that an error is one that corrupted files may cause, and states the location of the corruption.
 fn check_error(error: &Error) -> TestCaseResult {
     let expected = matches!(
         error.kind(),

@@ -11,7 +11,7 @@ thread_local! {
     static LARGEST_HERE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The system's allocator, which notes the largest request.
+/// The system allocator, which records the largest request.
 struct Noting;
 
 #[global_allocator]
@@ -19,11 +19,11 @@ static ALLOCATOR: Noting = Noting;
 
 fn note(bytes: usize) {
     LARGEST.fetch_max(bytes, Ordering::Relaxed);
-    // A thread that is ending has no note any more.
+    // A thread that is stopping has no record.
     let _ = LARGEST_HERE.try_with(|largest| largest.set(largest.get().max(bytes)));
 }
 
-// SAFETY: every call goes to the system's allocator unchanged.
+// SAFETY: every call is forwarded to the system allocator unchanged.
 unsafe impl GlobalAlloc for Noting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         note(layout.size());
@@ -46,12 +46,12 @@ unsafe impl GlobalAlloc for Noting {
     }
 }
 
-/// The largest request so far.
+/// The largest request since the start.
 pub(crate) fn largest() -> usize {
     LARGEST.load(Ordering::Relaxed)
 }
 
-/// The result of `work`, and the largest request that this thread made meanwhile.
+/// The result of `work`, and the largest request of this thread during it.
 pub(crate) fn largest_of<T>(work: impl FnOnce() -> T) -> (T, usize) {
     LARGEST_HERE.with(|largest| largest.set(0));
     let result = work();

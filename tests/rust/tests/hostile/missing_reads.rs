@@ -1,5 +1,5 @@
-//! What ids without rows read, in the manifests of ranks and of the coordinator. What cannot be read, or that manifests do not agree on, is
-//! damage.
+//! The values that missing ids read, in the manifests of ranks and of the coordinator. Unreadable values, and manifests
+//! that disagree, are corruption.
 
 use std::path::{Path, PathBuf};
 
@@ -18,7 +18,7 @@ fn manifests() -> Vec<PathBuf> {
     seed().keys().filter(is_manifest).cloned().collect()
 }
 
-/// The seed, where ids without a row of table `a` read `said` by the manifests at `paths`, and zeros by the others.
+/// The seed, in which missing ids of table `a` read `said` by the manifests at `paths`, and zeros by the others.
 fn with(paths: &[PathBuf], said: &Value) -> Files {
     let mut files = seed().clone();
     for path in manifests() {

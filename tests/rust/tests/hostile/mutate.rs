@@ -11,7 +11,7 @@ use serde_json::Value;
 /// The files of a directory tree, by path.
 pub(crate) type Files = BTreeMap<PathBuf, Vec<u8>>;
 
-/// Read every file below `dir`.
+/// Reads every file below `dir`.
 pub(crate) fn files(engine: &dyn IoEngine, dir: &Path) -> Files {
     let mut all = Files::new();
     for path in engine.list(dir).unwrap() {
@@ -48,7 +48,7 @@ pub(crate) enum Change {
         at: f64,
         bit: u8,
     },
-    /// Overwrite with a number of 1, 2, 4 or 8 bytes. `at` counts from the start or, if it is negative, from the end.
+    /// Overwrite with an integer of 1, 2, 4 or 8 bytes. `at` counts from the start or, if it is negative, from the end.
     Number {
         at: i32,
         width: u8,
@@ -81,7 +81,7 @@ pub(crate) enum Change {
 pub(crate) enum JsonChange {
     Set(Value),
     Remove,
-    /// Add an element of an array, or a value of an object, once more as the next one.
+    /// Duplicate an element of an array, or a value of an object, as the next one.
     Twice,
     Swap,
 }
@@ -109,7 +109,7 @@ fn json_value() -> impl Strategy<Value = Value> {
         1 => Just(Value::from("x".repeat(70_000))),
         1 => Just(Value::Array(vec![])),
         1 => Just(Value::Object(serde_json::Map::new())),
-        // The depth goes up to what a parser may be asked for, and beyond.
+        // The depth goes up to the limit of the parser, and beyond.
         1 => (1..300_usize).prop_map(|depth| (0..depth).fold(Value::Null, |inner, _| Value::Array(vec![inner]))),
     ]
 }
@@ -138,7 +138,7 @@ pub(crate) fn change() -> impl Strategy<Value = Change> {
 /// Finds where the JSON in a file's bytes starts and ends.
 pub(crate) type FindJson = fn(&[u8]) -> Option<(usize, usize)>;
 
-/// A file (the whole part chooses its kind), and the change of it.
+/// A file (the integer part selects its kind), and the change of it.
 pub(crate) type Step = (f64, Change);
 
 pub(crate) fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -159,7 +159,7 @@ fn of_one_kind(files: &Files, which: f64) -> Vec<PathBuf> {
     kinds.into_values().nth(which as usize % count).unwrap_or_default()
 }
 
-/// Change the files. The result is the paths of those that changed.
+/// Changes the files. Returns the paths of those that changed.
 pub(crate) fn apply(files: &mut Files, steps: &[Step], json: FindJson) -> Vec<PathBuf> {
     let mut changed = Vec::new();
     for (which, change) in steps {
@@ -179,7 +179,7 @@ pub(crate) fn apply(files: &mut Files, steps: &[Step], json: FindJson) -> Vec<Pa
                 {
                     change_json(&mut value, *which, how);
                     let mut rendered = serde_json::to_vec_pretty(&value).unwrap();
-                    // What follows the JSON stays at its position, if it can.
+                    // The bytes after the JSON stay at their position, if possible.
                     rendered.resize(rendered.len().max(end - start), b' ');
                     bytes.splice(start..end, rendered);
                 }
@@ -203,7 +203,7 @@ pub(crate) fn apply(files: &mut Files, steps: &[Step], json: FindJson) -> Vec<Pa
     changed
 }
 
-/// The JSON pointers to every value in `value`, without the one to itself.
+/// The JSON pointers to every value in `value`, except itself.
 fn pointers(value: &Value, at: &str, into: &mut Vec<String>) {
     let mut visit = |key: String, value: &Value| {
         let pointer = format!("{at}/{}", key.replace('~', "~0").replace('/', "~1"));

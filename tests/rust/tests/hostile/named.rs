@@ -1,11 +1,11 @@
-//! Findings of the fuzz targets, and of reading the parsers, each under a name.
+//! Findings of the fuzz targets, and of reviews of the parsers, with a name each.
 
 use serde_json::{Value, json};
 
 use crate::mutate::Files;
 use crate::ssd::{refusal, seed, state_file, use_it};
 
-/// The seed with its newest state changed and sealed again.
+/// The seed with its latest state changed and sealed again.
 fn with_state(change: impl Fn(&mut Value)) -> Files {
     let mut files = seed().clone();
     let (_, bytes) = files.iter_mut().filter(|(path, _)| path.to_string_lossy().ends_with(".state")).last().unwrap();

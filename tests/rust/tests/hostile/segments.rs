@@ -60,7 +60,7 @@ fn is_segment(path: &Path) -> bool {
     path.extension().is_some_and(|found| found == "seg")
 }
 
-/// Make every checksum right, also those of the segments that changed.
+/// Fixes every checksum, including those of the segments that changed.
 fn reseal_all(files: &mut Files, changed: &[PathBuf], sorted: bool) {
     for path in changed.iter().filter(|path| is_segment(path)) {
         if let Some(bytes) = files.get_mut(path) {
@@ -91,8 +91,8 @@ fn reseal_all(files: &mut Files, changed: &[PathBuf], sorted: bool) {
     reseal(files);
 }
 
-/// Read every row, of all buckets and of some; open a table from the segments, and use it. Rows that are not `original` fail, and
-/// so does a changed file.
+/// Reads every row, of all buckets and of some; opens a table from the segments, and uses it. Rows that are not
+/// `original` fail, and so does a changed file.
 fn load(files: &Files, original: bool) -> TestCaseResult {
     let known = &seed().1;
     let engine = engine_of(files);
@@ -203,7 +203,7 @@ fn the_seed_loads_and_resealing_changes_nothing_but_white_space() {
     assert_eq!(found.rows(), seed().1.len() as u64);
 }
 
-/// The largest request for memory while the segments are opened as far as their footers, and whether they were refused.
+/// The largest allocation while the segments are opened up to their footers, and true if they were rejected.
 fn check(files: &Files) -> (bool, usize) {
     let engine = engine_of(files);
     largest_of(|| {
@@ -229,7 +229,7 @@ fn no_number_of_a_list_of_segments_makes_a_load_allocate_more_than_the_files_are
             let mut files = seed().0.clone();
             let mut manifest = manifest.clone();
             *manifest.pointer_mut(pointer).unwrap() = large.into();
-            // Numbers that stand in two places say the same.
+            // Numbers that occur twice are equal.
             let rows = manifest["tables"][0]["segments"]["rows"].clone();
             manifest["tables"][0]["total_rows"] = rows.clone();
             files.insert(path.clone(), serde_json::to_vec_pretty(&manifest).unwrap());

@@ -1,7 +1,8 @@
-//! Deltas that lie though every checksum is right, as a server meets them that serves the checkpoint before, and one that is opened anew.
+//! Deltas with false contents and valid checksums, read by a server of the previous checkpoint, and by one that opens
+//! the delta directly.
 //!
-//! Each is refused with an error that says what is wrong, or its rows are those that it says. A server that refuses one serves on as before, and
-//! serves the next delta.
+//! Each is rejected with an error that states the problem, or its rows are served as stored. A server that rejects one
+//! continues to serve, and serves the next delta.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -27,7 +28,7 @@ use crate::{check_error, fuzz};
 /// The rows of each table that a server serves, as bits.
 pub(crate) type Served = Vec<Vec<(Id, Vec<u32>)>>;
 
-/// Checkpoints, all of whose manifests were sealed again.
+/// Checkpoints with all manifests sealed again.
 pub(crate) struct Seed {
     /// A full checkpoint, of `before()`.
     full: Files,
@@ -37,7 +38,7 @@ pub(crate) struct Seed {
     later: Files,
 }
 
-/// The tables of the delta after.
+/// The tables of the next delta.
 fn later() -> Vec<Table> {
     let mut later = tables();
     for table in &mut later {
@@ -92,7 +93,7 @@ pub(crate) fn of_delta(files: &Files, data: bool) -> Vec<PathBuf> {
     files.keys().filter(|path| is_of_delta(path)).filter(is_it).cloned().collect()
 }
 
-/// Do a change to the JSON of each of the delta's manifests.
+/// Applies a change to the JSON of each of the delta's manifests.
 pub(crate) fn manifests(files: &mut Files, change: impl Fn(&Path, &mut Value)) {
     for path in of_delta(files, false) {
         let mut manifest = value(&files[&path]).unwrap();
@@ -109,7 +110,7 @@ pub(crate) fn column<'a>(bytes: &'a mut [u8], name: &str) -> &'a mut [u8] {
     &mut bytes[start..end]
 }
 
-/// Put files into an engine, `LATEST` last.
+/// Writes files to an engine, `LATEST` last.
 fn put(engine: &dyn IoEngine, files: &Files) {
     let (latest, others): (Vec<_>, Vec<_>) = files.iter().partition(|(path, _)| path.ends_with("LATEST"));
     for (path, bytes) in others.into_iter().chain(latest) {
@@ -136,17 +137,18 @@ fn rows_of(serving: &TableServer) -> Served {
     version.tables().iter().map(rows).collect()
 }
 
-/// What servers make of a delta: the rows that they serve, or the error.
+/// The results of servers for a delta: the rows that they serve, or the error.
 pub(crate) struct Met {
-    /// One that serves the full checkpoint and looks for a newer one.
+    /// A server of the full checkpoint that polls for a newer one.
     pub(crate) polled: Result<Served, Error>,
-    /// One that is opened, and finds an index of the full checkpoint.
+    /// A server that opens the delta, and finds an index of the full checkpoint.
     pub(crate) opened: Result<Served, Error>,
-    /// One that is opened, and finds no index.
+    /// A server that opens the delta, and finds no index.
     pub(crate) anew: Result<Served, Error>,
 }
 
-/// Let servers meet the delta of these files. One that refuses it serves on as before, says why, and takes the next delta up.
+/// Lets servers read the delta of these files. A server that rejects it continues to serve, reports the reason, and
+/// serves the next delta.
 pub(crate) fn meet(files: &Files) -> Met {
     let engine = engine_of(&seed().full);
     let serving = open(&engine).unwrap();
@@ -155,8 +157,8 @@ pub(crate) fn meet(files: &Files) -> Met {
     if let Err(error) = &polled {
         check(&serving, &before());
         let again = serving.poll().expect_err("nothing has changed");
-        // Files are read side by side, and still the same one of several wrong files is told each time. Which of its wrong fields is told may
-        // differ.
+        // Files are read in parallel, and still the error names the same one of several wrong files each time. The
+        // wrong field that it names may differ.
         assert_eq!((again.kind(), again.path()), (error.kind(), error.path()), "{error} and then {again}");
         let stats = serving.stats();
         assert_eq!((stats.swaps, stats.failed_polls, stats.last_error), (0, 2, Some(again.to_string())));
@@ -172,7 +174,7 @@ pub(crate) fn meet(files: &Files) -> Met {
     Met { polled, opened, anew }
 }
 
-/// The rows that the delta of the seed leaves, or those of table `a` alone that are in it, and all of the others.
+/// The rows after the delta of the seed; for table `a` optionally only those in the delta.
 pub(crate) fn truth(is_in_delta: bool) -> Served {
     let bits = |row: &(RowHeader, Vec<f32>), dim| row.1[..dim].iter().map(|weight| weight.to_bits()).collect();
     let rows = |(before, now): (Table, Table)| {

@@ -1,4 +1,5 @@
-//! Lies in a delta, one by one: in its manifests, in its data files, and in the rules of eviction that were applied since its parent.
+//! False contents of a delta, one at a time: in its manifests, in its data files, and in the eviction rules that were
+//! applied since its parent.
 
 use embcache::Kind;
 use embcache::types::Id;
@@ -8,7 +9,7 @@ use crate::checkpoint::{reseal, sealed, set_header, tables, value};
 use crate::mutate::Files;
 use crate::serving::{Served, column, manifests, meet, of_delta, seed, truth};
 
-/// The seed's delta with a lie in it, every checksum of which is right.
+/// The seed's delta with false contents and valid checksums.
 fn with(lie: impl Fn(&mut Files)) -> Files {
     let mut files = seed().delta.clone();
     lie(&mut files);
@@ -40,12 +41,12 @@ fn with_column(name: &str, change: impl Fn(&mut [u8])) -> Files {
     })
 }
 
-/// Add to a number in a manifest.
+/// Adds to a number in a manifest.
 fn add(number: &mut Value, more: i64) {
     *number = number.as_u64().unwrap().wrapping_add_signed(more).into();
 }
 
-/// Say that table `a` has so many rows more than it has. Each rank says it of half of them.
+/// Adds `more` to the stored row count of table `a`. Each rank's manifest gets half of it.
 fn miscount(files: &mut Files, more: i64) {
     manifests(files, |path, manifest| {
         let more = match path.file_name().and_then(|name| name.to_str()) {
@@ -57,7 +58,7 @@ fn miscount(files: &mut Files, more: i64) {
     });
 }
 
-/// The seed's delta, with these sweeps of table `a`, after which it has so many rows more than it had.
+/// The seed's delta, with these sweeps of table `a`, and a row count that differs by `more`.
 fn with_sweeps(sweeps: &Value, more: i64) -> Files {
     with(|files| {
         manifests(files, |_, manifest| {
@@ -67,7 +68,7 @@ fn with_sweeps(sweeps: &Value, more: i64) -> Files {
     })
 }
 
-/// Whoever meets the delta finds that it is damaged.
+/// Checks that every server reports the delta as corrupted.
 fn assert_refused(number: usize, files: &Files) {
     let met = meet(files);
     for result in [met.polled, met.opened, met.anew] {
@@ -77,7 +78,7 @@ fn assert_refused(number: usize, files: &Files) {
     }
 }
 
-/// Whoever meets the delta serves these rows.
+/// Checks that every server of the delta serves these rows.
 fn assert_served(what: &str, files: &Files, rows: &Served) {
     let met = meet(files);
     for result in [met.polled, met.opened, met.anew] {
@@ -94,7 +95,7 @@ fn the_delta_of_the_seed_is_served_and_so_is_what_differs_in_nothing_that_is_ser
     assert_served("steps that go back", &other_step, &truth(false));
     let steps = with_column("last_step", |steps| steps.fill(0xff));
     assert_served("rows of the last step that there can be", &steps, &truth(false));
-    // Whoever reads all buckets does not look at where they start.
+    // A reader of all buckets does not use their starts.
     let starts = with_column("bucket_offsets", |starts| {
         let last = starts.len() - 8;
         starts[..last].fill(0);
@@ -151,7 +152,7 @@ fn a_delta_whose_manifests_lie_is_refused() {
     for (number, files) in lies.iter().enumerate() {
         assert_refused(number, files);
     }
-    // The parent has another manifest than the delta says, whose own checksum is right.
+    // The parent has a manifest that differs from the one in the delta, with a valid checksum.
     let mut files = seed().delta.clone();
     let path = of_delta(&files, false).into_iter().find(|path| path.ends_with("manifest.json")).unwrap();
     let mut manifest = value(&files[&path]).unwrap();
@@ -225,9 +226,9 @@ fn a_delta_that_lies_about_the_number_of_its_rows_serves_the_rows_that_there_are
         let met = meet(&with(|files| miscount(files, more)));
         for found in [met.polled, met.opened] {
             match found {
-                // Who applies a delta to an index reads what is in the delta, and does not count the rows that were there before.
+                // Applying a delta to an index reads only the delta, and does not count the previous rows.
                 Ok(rows) => assert!(more.abs() == 1 && rows == truth(false), "{more}"),
-                // No rows in the delta lead to so many.
+                // The rows of the delta cannot lead to this count.
                 Err(error) => assert_eq!((more, error.kind()), (1 << 50, Kind::Corruption), "{error}"),
             }
         }
@@ -264,7 +265,7 @@ fn rules_of_eviction_that_make_no_sense_are_refused_or_do_what_they_say() {
     for sweeps in &takes_none {
         assert_served(&sweeps.to_string(), &with_sweeps(sweeps, 0), &truth(false));
     }
-    // All rows that are not in the delta are gone.
+    // All rows that are not in the delta have expired.
     let taken = truth(true)[0].len() as i64 - truth(false)[0].len() as i64;
     let takes_all = [
         rule(json!({"last_step": last})),
@@ -288,7 +289,7 @@ fn two_sweeps_of_which_the_later_one_takes_fewer_rows_take_the_same_rows_whoever
     }
 }
 
-/// Write an id of one data file over another one of the next file, so that both are in order.
+/// Copies an id of one data file over an id of the next file, so that both are in order.
 fn say_twice(files: &mut Files) {
     let (paths, bucketing) = (of_delta(files, true), tables()[0].spec.bucketing());
     let read =
@@ -305,7 +306,7 @@ fn say_twice(files: &mut Files) {
 
 #[test]
 fn a_delta_that_has_an_id_in_two_files_is_refused_by_all_servers() {
-    // There is a row less, where the number of rows is to be right.
+    // There is one row less if the number of rows is to be right.
     for more in [0, -1] {
         let met = meet(&with(|files| {
             say_twice(files);

@@ -49,7 +49,7 @@ fn is(path: &Path, suffix: &str) -> bool {
     path.extension().is_some_and(|found| found == suffix)
 }
 
-/// Where the JSON of a state file starts and ends.
+/// Returns the start and the end of the JSON in a state file.
 fn json(bytes: &[u8]) -> Option<(usize, usize)> {
     let start = bytes.iter().position(|&byte| byte == b'\n')? + 1;
     bytes.starts_with(b"embcache").then_some((start, bytes.len()))
@@ -66,7 +66,7 @@ fn set_crc(bytes: &mut [u8], over: std::ops::Range<usize>, at: usize) {
     }
 }
 
-/// Bind a record, whose checksum was just made, to its position, as the header says which segment of which table it is in.
+/// Binds a record, whose checksum was just computed, to its position, by the table and the segment in the header.
 fn bind(bytes: &mut [u8], at: usize, number: u32) {
     let long = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let first = hash_id((long(28) ^ long(20).rotate_left(32)) as Id) as u32;
@@ -74,7 +74,7 @@ fn bind(bytes: &mut [u8], at: usize, number: u32) {
     bytes[at..at + 4].copy_from_slice(&bound.to_le_bytes());
 }
 
-/// Where a segment's file has what.
+/// The layout of a segment's file.
 struct Layout {
     header: usize,
     record: usize,
@@ -99,7 +99,7 @@ impl Layout {
         let count = le(bytes, trailer + 8) & 0xff_ffff;
         let seq = width(long(trailer + 24).saturating_sub(long(trailer + 16)));
         let entry = 8 + seq + usize::from(bytes[trailer + 11]) + width(count.saturating_sub(1) as u64);
-        // 255 says that entries have no bytes of last steps.
+        // 255 means that entries have no bytes of last steps.
         let step = usize::from(bytes[trailer + 56]);
         let entry = entry + if step == 255 { 0 } else { step };
         let count = count.min((trailer - header) / (record + entry));
@@ -112,7 +112,7 @@ impl Layout {
     }
 }
 
-/// Make the checksums of a segment right and, with `sorted`, the order of its entries too.
+/// Fixes the checksums of a segment and, with `sorted`, the order of its entries too.
 pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
     let Some(layout) = Layout::of(bytes) else { return };
     let Layout { header, record, entry, seq, trailer, .. } = layout;
@@ -139,7 +139,7 @@ pub(crate) fn state_file(body: &[u8]) -> Vec<u8> {
     [line.as_bytes(), body].concat()
 }
 
-/// Make every checksum right that covers bytes of another file.
+/// Fixes every checksum that covers bytes of another file.
 fn reseal(files: &mut Files, changed: &[std::path::PathBuf], sorted: bool) {
     for path in changed.iter().filter(|path| is(path, "seg")) {
         if let Some(bytes) = files.get_mut(path) {
@@ -172,7 +172,7 @@ fn reseal(files: &mut Files, changed: &[std::path::PathBuf], sorted: bool) {
     }
 }
 
-/// Open the tier of these files, and use it in every way. A row that was never written fails unless `resealed`.
+/// Opens the tier of these files, and uses it in every way. A row that was never written fails unless `resealed`.
 pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestCaseResult {
     let engine = engine_of(files);
     if let Err(error) = SsdTier::published_commit_ids(Path::new(DIR), &*engine) {
@@ -182,7 +182,7 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
         Ok(tier) => tier,
         Err(error) => {
             check_error(&error)?;
-            // A refused directory can always be discarded.
+            // A rejected directory can always be discarded.
             let again = open(&engine, ReopenMode::Discard, None);
             prop_assert!(again.is_ok(), "{:?}", again.err());
             return Ok(());
@@ -251,7 +251,7 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
     Ok(())
 }
 
-/// The kind of error with which a resume of these files is refused.
+/// The kind of error of a resume of these files.
 pub(crate) fn refusal(files: &Files) -> Option<Kind> {
     open(&engine_of(files), ReopenMode::Resume, None).err().map(|error| error.kind())
 }
@@ -291,7 +291,7 @@ fn a_sweep_of_a_tier_whose_footers_name_a_record_twice_is_refused() {
         let bytes = files.get_mut(&path).unwrap();
         let layout = Layout::of(bytes).unwrap();
         let (entries, entry) = (layout.entries(), layout.entry);
-        // The number of the record is the last byte of an entry, where there are fewer than 257 records, or the last two.
+        // The number of the record is the last byte of an entry if there are fewer than 257 records, or the last two.
         let number = if layout.count > 256 { 2 } else { 1 };
         for at in (entries.start + entry..entries.end).step_by(entry) {
             bytes.copy_within(at - number..at, at + entry - number);

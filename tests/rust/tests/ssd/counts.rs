@@ -1,5 +1,5 @@
-//! The live records that are found in a segment are compared with those that the tier counts there. A row that cannot be found is
-//! damage, and never passes for a row that was not trained.
+//! The live records found in a segment are compared with the tier's count for it. A row that cannot be found is
+//! corruption, and is never treated as a row that was not trained.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,12 +26,12 @@ fn word(bytes: &[u8], at: usize) -> usize {
     u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize
 }
 
-/// Where the newest record of `id` lies: its file, and its bytes there. The row must have been written once.
+/// The position of the latest record of `id`: its file, and its bytes in it. The row must have been written once.
 fn place_of(engine: &dyn IoEngine, id: Id) -> (PathBuf, std::ops::Range<usize>) {
     for path in segments(engine) {
         let bytes = read_file(engine, &path, 8 << 20).unwrap();
         let (header, record) = (word(&bytes, 8), word(&bytes, 16));
-        // The trailer is the last 72 bytes of a sealed segment, and tells how many records there are.
+        // The trailer is the last 72 bytes of a sealed segment, and contains the number of records.
         let trailer = bytes.len().saturating_sub(72);
         let count =
             if bytes[trailer..].starts_with(b"EMBCFOOT") { word(&bytes, trailer + 8) & 0xff_ffff } else { usize::MAX };
@@ -45,7 +45,7 @@ fn place_of(engine: &dyn IoEngine, id: Id) -> (PathBuf, std::ops::Range<usize>) 
     panic!("row {id} is in no segment");
 }
 
-/// Change a file without the engine's knowledge, as a failing disk does.
+/// Changes a file without the engine's knowledge, like a failing disk.
 fn change(engine: &dyn IoEngine, path: &Path, with: impl FnOnce(&mut [u8])) {
     let mut bytes = read_file(engine, path, 8 << 20).unwrap();
     with(&mut bytes);
@@ -54,14 +54,14 @@ fn change(engine: &dyn IoEngine, path: &Path, with: impl FnOnce(&mut [u8])) {
     engine.open(path, IoOpenMode::Write).unwrap().write_at(0, &whole).unwrap();
 }
 
-/// Flip one bit of the id in the record of `id`. The result is the file.
+/// Flips one bit of the id in the record of `id`. Returns the file.
 fn flip_id(engine: &dyn IoEngine, id: Id) -> PathBuf {
     let (path, place) = place_of(engine, id);
     change(engine, &path, |bytes| bytes[place.start + 5] ^= 0x40);
     path
 }
 
-/// Replace the record of `id` by that of `other`, as a write to a wrong position does. The result is the file.
+/// Replaces the record of `id` by the record of `other`, like a write to a wrong position. Returns the file.
 fn replace(engine: &dyn IoEngine, id: Id, other: Id) -> PathBuf {
     let (from, record) = place_of(engine, other);
     let whole = read_file(engine, &from, 8 << 20).unwrap()[record].to_vec();
@@ -80,7 +80,7 @@ fn tier(engine: &Arc<dyn IoEngine>, rows: Id, unread: Id) -> (SsdTier, Versions)
     (tier, held)
 }
 
-/// A way to read all rows. The result is their number.
+/// A way to read all rows. Returns their number.
 type ReadAll = fn(&SsdTier, &Arc<dyn IoEngine>) -> Result<usize>;
 
 /// Every way to read all rows of a tier.
@@ -132,7 +132,7 @@ fn check_refused(error: &Error, path: &Path, what: &str) {
     assert!(tells_of_damage(error) && error.path() == Some(path), "{what}: {error}");
 }
 
-/// A kind of damage to row 77 on disk. The result is the damaged file.
+/// A kind of corruption of row 77 on disk. Returns the corrupted file.
 type Damage = fn(&dyn IoEngine) -> PathBuf;
 
 const DAMAGE: [(&str, Damage); 2] =
@@ -174,7 +174,7 @@ fn rows_that_change_amid_a_scan_are_no_damage() {
     tier.scan(&mut |row| {
         met += 1;
         if met % 300 == 0 {
-            // Rows die in segments that were read, that are being read, and that are still to be read.
+            // Rows are removed from segments that were read, that are being read, and that are not read yet.
             let ids: Vec<Id> = (0..3000).filter(|id| (id + met) % 41 == 0 && held.contains_key(id)).collect();
             append(&tier, &ids, version, &mut held)?;
             let gone: Vec<Id> = (0..3000).filter(|id| (id + met) % 503 == 0 && held.contains_key(id)).collect();
@@ -202,7 +202,7 @@ fn compaction_leaves_a_segment_with_damaged_ids_alone_and_what_is_full_says_so()
         let mut held = Versions::new();
         append(&tier, &(0..rows).collect::<Vec<Id>>(), 1, &mut held).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
-        // One row in each segment of the first half is damaged.
+        // One row in each segment of the first half is corrupted.
         let mut damaged: Vec<PathBuf> = Vec::new();
         let mut lost: Vec<Id> = Vec::new();
         for id in (0..rows / 2).step_by(20) {

@@ -1,4 +1,4 @@
-//! Bytes from disk are hostile. Flipped, cut and missing ones are found, and never served.
+//! Bytes from disk are hostile. Flipped, truncated and missing bytes are detected, and never served.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,7 +35,7 @@ fn files(engine: &dyn IoEngine) -> Vec<PathBuf> {
     all.into_iter().filter(|path| path.extension().is_some()).collect()
 }
 
-/// Open the directory and read every id. What is found is right, or an error says where the damage is.
+/// Opens the directory and reads every id. The result is right, or an error that states the location of the corruption.
 fn survives(engine: &Arc<dyn IoEngine>, held: &Versions) -> Result<(), Error> {
     let (tier, _) = open(engine, &config(Path::new(DIR), CAP, ReopenMode::Resume))?;
     let mut damaged = Ok(());
@@ -66,7 +66,7 @@ fn a_flipped_bit_anywhere_is_found_or_does_no_harm() {
                 Ok(()) => assert!(!is_state, "byte {at} of {}", path.display()),
                 Err(error) => {
                     found += 1;
-                    // A flip in the number of a state's format asks for another version.
+                    // A flip in a state's format version requests another version.
                     let expected = error.kind() == Kind::Corruption || (is_state && error.kind() == Kind::Mismatch);
                     assert!(expected, "byte {at} of {}: {error:?}", path.display());
                     assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");

@@ -1,4 +1,4 @@
-//! Records whose heads grow with the numbers in them: nothing is lost where a tier has segments of several widths.
+//! Records whose heads grow with the values in them: nothing is lost if a tier has segments of several widths.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use embcache_tests::watched;
 
 const DIR: &str = "/embcache-heads/tier";
 const CAP: u64 = 1 << 20;
-/// The stages of a tier's life: the last step, the epoch, the count and the score that rows have then.
+/// The stages of a tier: the last step, the epoch, the count and the score of rows in each stage.
 const STAGES: [(u64, u32, u32, f32); 6] = [
     (0, 0, 0, 0.0),
     (1, 1, 1, 0.0),
@@ -30,7 +30,7 @@ fn header(id: Id, stage: usize) -> RowHeader {
     RowHeader { id, last_step, count, score, scalar: id as f32, modified_epoch }
 }
 
-/// Write rows as they are in a stage. `held` says which are there, and in which stage each was written.
+/// Writes rows as they are in a stage. `held` has the existing rows, and the stage in which each was written.
 fn write(tier: &SsdTier, ids: &[Id], stage: usize, held: &mut BTreeMap<Id, usize>) -> Result<()> {
     let known: Vec<bool> = ids.iter().map(|id| held.contains_key(id)).collect();
     append(tier, ids, &known, stage)?;
@@ -45,7 +45,7 @@ fn append(tier: &SsdTier, ids: &[Id], known: &[bool], stage: usize) -> Result<()
     tier.append(&rows, known)
 }
 
-/// Check that a tier has these rows, bit for bit.
+/// Checks that a tier has these rows, bitwise identical.
 fn check(tier: &SsdTier, held: &BTreeMap<Id, usize>) {
     let mut found = BTreeMap::new();
     tier.scan(&mut |row| {

@@ -1,4 +1,4 @@
-//! A table holds its directory, also when somebody removes the file that says so.
+//! A table keeps its directory locked, also if its lock file is removed.
 
 use std::path::Path;
 use std::process::Command;

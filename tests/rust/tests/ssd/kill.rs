@@ -1,4 +1,4 @@
-//! A process that appends and publishes is killed. The directory goes on from what it had published.
+//! A process that appends and publishes is killed. The directory resumes from its published state.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
@@ -24,7 +24,7 @@ fn ids_of(step: u32) -> (Vec<Id>, Vec<Id>) {
     )
 }
 
-/// Do step `step` in `held`, and in the tier if there is one.
+/// Applies step `step` to `held`, and to the tier if there is one.
 fn go(step: u32, held: &mut Versions, tier: Option<&SsdTier>) {
     let (written, mut removed) = ids_of(step);
     match tier {
@@ -78,7 +78,8 @@ fn a_killed_process_leaves_the_last_published_state_whole() {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // The kill comes anywhere within the work that follows a line, also in the first lines, when the process has just resumed.
+        // The kill happens anywhere within the work that follows a line, also in the first lines, when the process has
+        // just resumed.
         let lines = 1 + hash_id(round as i64) % 40;
         let mut seen = 0;
         for line in BufReader::new(child.stdout.take().unwrap()).lines() {

@@ -1,4 +1,4 @@
-//! The SSD tier through its public surface.
+//! Tests of the SSD tier by its public interface.
 #![allow(clippy::unwrap_used)]
 
 mod counts;

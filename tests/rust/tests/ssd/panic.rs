@@ -1,5 +1,5 @@
-//! Panics in the tier's threads, wherever these use the disk, become a typed error that stays. Nobody waits for ever, and what was
-//! handed over can be read.
+//! Panics in the tier's threads, at any use of the disk, become a permanent typed error. No thread waits forever, and
+//! rows passed to the tier can be read.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,8 +20,8 @@ fn tier() -> (SsdTier, FaultEngine) {
     (open(&engine, &config(Path::new("/t"), 160 << 10, ReopenMode::Never)).unwrap().0, faults)
 }
 
-/// Append until that is refused (or the watchdog ends the test), so that segments are full of live and dead records. With `publish`
-/// also publish now and then.
+/// Appends until that fails (or the watchdog ends the test), so that segments are full of live and dead records. With
+/// `publish` it also publishes from time to time.
 fn write_until_refused(tier: &SsdTier, publish: bool, held: &mut Versions) -> embcache::Error {
     let all: Vec<Id> = (0..IDS).collect();
     if let Err(error) = append(tier, &all, 1, held) {
@@ -53,7 +53,7 @@ fn a_tier_only_reads_after_a_panic(operation: IoOperation) {
         assert_eq!(append(&tier, &[1], 1000, &mut held).unwrap_err().kind(), Kind::ReadOnly);
         assert_eq!(tier.remove(&[1]).unwrap_err().kind(), Kind::ReadOnly);
         assert_eq!(tier.publish(1, StateCounters::default()).unwrap_err().kind(), Kind::ReadOnly);
-        // Some rows of the refused append may have been taken.
+        // Some rows of the failed append may have been stored.
         let ids: Vec<Id> = (0..IDS).collect();
         for (id, found) in ids.iter().zip(fetch(&tier, &ids).unwrap()) {
             assert!(found >= held.get(id).copied(), "{id}: {found:?}");
@@ -102,7 +102,7 @@ fn a_panic_amid_a_change_of_the_tier_makes_it_refuse_all_use() {
         let mut held = Versions::new();
         let ids: Vec<Id> = (0..100).collect();
         append(&tier, &ids, 1, &mut held).unwrap();
-        // A segment's file is made under the lock of the state.
+        // A segment's file is created under the lock of the state.
         faults.panic_at(IoOperation::Create, 0);
         let all: Vec<Id> = (100..IDS).collect();
         let appended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| append(&tier, &all, 1, &mut held)));

@@ -1,4 +1,4 @@
-//! Directories: which ones are refused, who holds them, and how one that is not empty is opened.
+//! Directories: which are rejected, how they are locked, and how one that is not empty is opened.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -31,7 +31,7 @@ fn a_directory_that_is_not_empty_is_refused_with_both_ways_out() {
     let engine = memory();
     let dir = Path::new(DIR);
     for _ in 0..2 {
-        // An empty directory may be opened in any way, again and again.
+        // An empty directory may be opened in any mode, repeatedly.
         for reopen in [ReopenMode::Never, ReopenMode::Resume, ReopenMode::Discard] {
             assert_eq!(open(&engine, &config(dir, CAP, reopen)).unwrap().1, None);
         }
@@ -165,7 +165,7 @@ fn directories_of_a_wrong_kind_or_mode_are_refused_before_anything_is_written() 
     }
     assert_eq!(std::fs::read_dir(&made).unwrap().count(), 0);
     std::fs::set_permissions(&made, std::fs::Permissions::from_mode(0o750)).unwrap();
-    // A directory with other contents is refused before a lock file is made in it.
+    // A directory with other contents is rejected before a lock file is created in it.
     std::fs::write(made.join("notes.txt"), "mine").unwrap();
     assert_eq!(kind(open(&engine, &config(&made, CAP, ReopenMode::Never))), Kind::State);
     assert_eq!(std::fs::read_dir(&made).unwrap().count(), 1);
@@ -191,7 +191,7 @@ fn a_cap_that_became_too_small_is_refused_with_the_least_that_works() {
     let least = error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     let (tier, _) = open(&engine, &config(dir, least, ReopenMode::Resume)).unwrap();
     check(&tier, &held, -5..8005);
-    // The room exists: every row can be written again.
+    // The space exists: every row can be written again.
     for version in 2..5 {
         append(&tier, &(0..8000).collect::<Vec<_>>(), version, &mut held).unwrap();
     }
@@ -229,7 +229,7 @@ fn an_older_state_that_is_damaged_holds_no_bytes_of_the_cap() {
     let on_disk: u64 = files.iter().map(|path| engine.open(path, IoOpenMode::Read).unwrap().len().unwrap()).sum();
     assert_eq!(tier.stats().tier.bytes, on_disk);
     check(&tier, &held, 0..rows);
-    // The whole cap can be used.
+    // The entire cap can be used.
     append(&tier, &(0..rows).collect::<Vec<_>>(), 3, &mut held).unwrap();
     check(&tier, &held, 0..rows);
 }

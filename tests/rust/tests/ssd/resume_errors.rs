@@ -1,5 +1,5 @@
-//! Errors of the system while a directory is opened. What cannot be read now is not taken for damaged or missing, and is not
-//! removed.
+//! OS errors while a directory is opened. Files that cannot be read at the time are not treated as corrupted or
+//! missing, and are not removed.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ const DIR: &str = "/embcache-resume-errors/tier";
 const CAP: u64 = 1 << 20;
 const TOKENS: [u64; 2] = [5, 8];
 
-/// Two states with segments of their own, and what each holds.
+/// Two states with their own segments, and the contents of each.
 fn two_states(memory: &MemoryEngine) -> [Versions; 2] {
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
     let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
@@ -29,7 +29,7 @@ fn two_states(memory: &MemoryEngine) -> [Versions; 2] {
     states
 }
 
-/// Open the directory with its newest state.
+/// Opens the directory with its latest state.
 fn resume(engine: &Arc<dyn IoEngine>) -> Result<SsdTier> {
     open(engine, &config(Path::new(DIR), CAP, ReopenMode::Resume)).map(|(tier, _)| tier)
 }
@@ -60,7 +60,7 @@ fn no_error_of_the_system_costs_the_older_state() {
             let is_over = fault.will_hit();
             fault.clear();
             if is_over {
-                // There are no more operations of this kind.
+                // There are no further operations of this kind.
                 check(&resumed.unwrap(), &states[1], 0..100);
                 assert!(passing > 0, "{context}: the kind is not used");
                 break;

@@ -1,4 +1,4 @@
-//! Files of segments that are gone are written again. They stay within the cap, and none outlives the tier or its process.
+//! Files of obsolete segments are reused. They stay within the cap, and none outlives the tier or its process.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -22,19 +22,19 @@ fn segments(engine: &dyn IoEngine) -> BTreeSet<PathBuf> {
 }
 
 fn segment_bytes(engine: &dyn IoEngine) -> u64 {
-    // Compaction goes on meanwhile. A file that goes between the list and this has no bytes any more.
+    // Compaction continues concurrently. A file that is removed between the list and this has no bytes.
     let there = segments(engine).into_iter().filter_map(|path| engine.open(&path, IoOpenMode::Read).ok());
     there.map(|file| file.len().unwrap()).sum()
 }
 
-/// The number of segments made so far by renaming an older one's file, and by making a file.
+/// The number of segments created by renaming an older one's file, and by creating a file.
 fn made(fault: &FaultEngine) -> (usize, usize) {
     let log = fault.log();
     let of = |wanted| log.iter().filter(|(operation, path)| *operation == wanted && is_segment(path)).count();
     (of(IoOperation::Rename), of(IoOperation::Create))
 }
 
-/// A tier of `cap` bytes, and half of the ids for which it has room.
+/// A tier of `cap` bytes, and half of the ids that fit it.
 fn tier(cap: u64) -> (MemoryEngine, FaultEngine, SsdTier, Vec<Id>) {
     let memory = MemoryEngine::default();
     let fault = FaultEngine::new(Arc::new(memory.clone()));
@@ -54,7 +54,7 @@ fn rows_rewritten_in_whole_segments_are_written_to_the_files_of_those_they_leave
         assert!(memory.live_bytes() <= CAP, "{} bytes", memory.live_bytes());
     }
     let (renamed, created) = made(&fault);
-    // In each round the table keeps eight files, or as many as have room.
+    // In each round the table keeps eight files, or as many as fit.
     assert!(renamed > 100, "{renamed} files written again, {created} made");
     check(&tier, &held, -5..ids.len() as Id + 5);
     tier.publish(1, StateCounters::default()).unwrap();
@@ -73,7 +73,7 @@ fn files_that_are_kept_go_when_the_tier_closes_and_are_swept_after_a_kill() {
     append(&tier, &ids, 1, &mut held).unwrap();
     tier.publish(1, StateCounters::default()).unwrap();
     let named = segments(&memory);
-    // What is written now belongs to no state, so its files are kept.
+    // Rows written from here belong to no state, so their files are kept.
     for version in 2..6 {
         append(&tier, &ids, version, &mut held.clone()).unwrap();
     }

@@ -1,4 +1,4 @@
-//! The cap: what fits, what happens when rows do not fit, and what happens when the disk itself is full.
+//! The cap: rows that fit, rows that do not fit, and a full disk.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -191,7 +191,7 @@ fn after_a_full_disk_the_tier_refuses_writes_and_serves_all_it_was_given() {
         ] {
             assert_eq!(refused.unwrap_err().kind(), Kind::ReadOnly, "{operation:?}");
         }
-        // Rows of the call that failed may be the newer ones. All others are as they were given.
+        // Rows of the call that failed may be the newer ones. All others are unchanged.
         let ids: Vec<Id> = held.keys().copied().collect();
         for (id, found) in ids.iter().zip(fetch(&tier, &ids).unwrap()) {
             assert!(found == Some(held[id]) || found == Some(version), "id {id}: {found:?}");
@@ -223,7 +223,7 @@ fn fetches_appends_and_scans_of_many_tables_at_once_are_right() {
             });
         }
     });
-    // This holds for any number of tables. The threads of the scope above may still be ending.
+    // This applies to any number of tables. The threads of the scope above may still be stopping.
     let of_ours = |task: &std::fs::DirEntry| {
         std::fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name.starts_with("embcache-"))
     };
@@ -329,7 +329,7 @@ fn rows_are_evicted_in_the_order_of_writing_and_a_footer_is_read_once_for_all_th
     }
     faults.clear();
     assert_eq!(gone, expected[..205], "oldest first");
-    // Rows that had to stay are asked for again when the others are gone.
+    // Protected rows are candidates again after the others have been evicted.
     gone.extend(tier.evict(10_000, &kept).unwrap());
     assert_eq!(gone.len(), expected.len());
     assert!(tier.evict(10_000, &kept).unwrap().is_empty());

@@ -1,8 +1,9 @@
 //! Operations of a table that need rows of its device tier in RAM.
 //!
-//! No code that is not the core's runs under the table's lock. An operation that needs device rows says which. Then the lock is given back, the
-//! rows are read, and the operation is done again under the lock, with copies of them. `rows_in_use` is held from the first time to the last,
-//! so that no kernel changes the rows and no row arrives on the device. The lock itself is free for others, such as plans that begin.
+//! No code outside of the Rust core runs under the table's lock. An operation that needs device rows requests them.
+//! Then the lock is released, the rows are read, and the operation runs again under the lock, with copies of them.
+//! `rows_in_use` is held from the first to the last run, so that no kernel changes the rows and no row arrives on the
+//! device. The lock itself is free for others, such as plans that start.
 
 use super::guards::{RowUseGuard, TableGuard};
 use super::inner::TableInner;
@@ -10,10 +11,10 @@ use crate::cache::residency::DeviceCopies;
 use crate::error::Result;
 
 impl TableInner {
-    /// Do `work` under the table's lock, which `lock` takes, as often as it asks for rows of the device. Returns what it returned last, and the
-    /// lock, which was held since that time began.
+    /// Runs `work` under the table's lock, taken by `lock`, until it stops requesting device rows. Returns the last
+    /// result of `work`, and the lock, held since the start of that run.
     ///
-    /// `work` changes nothing before it has asked for rows that it could not do again.
+    /// `work` must not change anything that it could not repeat before it has requested its rows.
     ///
     /// Errors: those of `lock` and of `work`.
     pub(crate) fn with_device_rows<'a, T>(
@@ -43,8 +44,8 @@ impl TableInner {
         }
     }
 
-    /// As [`TableInner::with_device_rows`], for `work` that needs device rows only where it ends a sweep that is under way. The lock is given
-    /// back.
+    /// Like [`TableInner::with_device_rows`], for `work` that needs device rows only to finish a sweep in progress.
+    /// Releases the lock.
     pub(crate) fn during_sweeps<'a, T>(
         &'a self,
         lock: impl Fn() -> Result<TableGuard<'a>>,
@@ -68,18 +69,18 @@ impl TableInner {
         Ok((held, done))
     }
 
-    /// The table's residency, once all rows are gone that the sweep under way takes, but those of plans in place.
+    /// Locks the table after removing all rows that the sweep in progress matches, except rows of active plans.
     pub(crate) fn lock_after_sweep(&self) -> Result<TableGuard<'_>> {
         self.lock_during_sweeps(|| self.lock(), |held| held.finish_sweep()).map(|(held, ())| held)
     }
 }
 
-/// The table of an operation that has chosen victims of the device tier and does not go on. They stay.
+/// The table of an operation that has chosen victims of the device tier and is abandoned. Keeps the victims.
 struct DeviceVictimsGuard<'a>(Option<&'a TableInner>);
 
 impl Drop for DeviceVictimsGuard<'_> {
     fn drop(&mut self) {
-        // A table that is closed or torn has no use for its slots.
+        // A closed or poisoned table does not use its slots.
         if let Some(table) = self.0
             && let Ok(mut held) = table.lock_any()
         {

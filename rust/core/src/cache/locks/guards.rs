@@ -9,20 +9,20 @@ use crate::host::NoKernelWrites;
 use crate::stats::DurationHistogram;
 use crate::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
-/// What the table's lock protects.
+/// State guarded by the table's lock.
 pub(crate) struct LockedTable {
     pub(crate) residency: Residency,
-    /// Why every use is refused until a load succeeds, if so.
+    /// If set, the reason why every use is rejected until a load succeeds.
     pub(crate) unusable: Option<String>,
 }
 
-/// The residency of a table, with its lock held. Dropped by a panic it leaves the table torn.
+/// The placement of a table, with its lock held. Poisons the table if dropped by a panic.
 pub(crate) struct TableGuard<'a> {
     poison: &'a TablePoison,
-    /// How long the lock is held is counted here.
+    /// Records how long the lock is held.
     durations: &'a DurationHistogram,
     locked_at: Instant,
-    /// Whether the lock was taken by the clean-up after a panic.
+    /// True if the lock was acquired while unwinding.
     unwinding: bool,
     locked: MutexGuard<'a, LockedTable>,
 }
@@ -36,7 +36,7 @@ impl<'a> TableGuard<'a> {
         Self { poison, durations, locked_at: Instant::now(), unwinding: std::thread::panicking(), locked }
     }
 
-    /// Why every use is refused until a load succeeds; `None` where it is not.
+    /// The reason why every use is rejected until a load succeeds; `None` if the table is usable.
     pub(crate) fn unusable(&self) -> Option<&str> {
         self.locked.unusable.as_deref()
     }
@@ -70,35 +70,36 @@ impl Drop for TableGuard<'_> {
     }
 }
 
-/// `rows_in_use` of a table, held: no kernel writes the table's rows meanwhile, but for those that the holder runs himself.
+/// Guard of `rows_in_use` of a table: no kernel writes the table's rows, except kernels of the holder.
 pub(crate) struct RowUseGuard<'a> {
     _reading: Option<RwLockReadGuard<'a, ()>>,
     _writing: Option<RwLockWriteGuard<'a, ()>>,
 }
 
 impl<'a> RowUseGuard<'a> {
-    /// Kernels may read rows meanwhile.
+    /// Kernels may still read rows.
     pub(super) fn reading(guard: RwLockReadGuard<'a, ()>) -> Self {
         Self { _reading: Some(guard), _writing: None }
     }
 
-    /// No other kernel uses rows meanwhile.
+    /// No other kernel uses rows.
     pub(super) fn writing(guard: RwLockWriteGuard<'a, ()>) -> Self {
         Self { _reading: None, _writing: Some(guard) }
     }
 
-    /// The caller's own caller holds the lock for writing, in [`Plan::exclusively`](crate::cache::Plan::exclusively). `'a` is bound to a
-    /// turn of that caller's code, which ends before.
+    /// The lock is already held for writing by the caller's caller, in
+    /// [`Plan::exclusively`](crate::cache::Plan::exclusively). `'a` is bound to a plan guard of that caller's code,
+    /// which ends earlier.
     pub(super) fn held_by_caller() -> Self {
         Self { _reading: None, _writing: None }
     }
 
-    /// Proof for reading rows of the host tier.
+    /// Token for reading rows of the host tier.
     #[expect(clippy::unused_self, reason = "the proof lasts as long as the guard")]
     pub(crate) fn no_kernel_writes(&self) -> NoKernelWrites<'_> {
-        // SAFETY: kernels that write rows are run by somebody who holds `rows_in_use` for writing (`kernels` of a plan). While `self`
-        // holds it for reading nobody does; while `self` or its caller holds it for writing, only the holder does, who is here and not in
-        // a kernel.
+        // SAFETY: kernels that write rows are run by a holder of `rows_in_use` for writing (`kernels` of a plan). While
+        // `self` holds it for reading there is none; while `self` or its caller holds it for writing, only the holder
+        // can run one, and it is here and not in a kernel.
         unsafe { NoKernelWrites::promise() }
     }
 }

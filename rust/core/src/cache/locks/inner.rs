@@ -1,4 +1,4 @@
-//! What the handles, plans and moments of a table share, and who may take its locks.
+//! State shared by the handles, plans and snapshots of a table, and the rules for taking its locks.
 
 use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::Duration;
@@ -13,17 +13,19 @@ use crate::error::{Error, Kind, Result};
 use crate::logical_thread::{ForeignCall, ForeignCode};
 use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering, RwLock, lock};
 
-/// One table. Its handles, plans and moments share it, and it goes with the last of them.
+/// One table. Shared by its handles, plans and snapshots, and dropped with the last of them.
 pub(crate) struct TableInner {
     context: Arc<TableContext>,
-    /// Held for writing while kernels update rows, and for reading while they read rows or others copy rows that plans have pinned.
+    /// Held for writing while kernels update rows, and for reading while kernels read rows or other code copies rows
+    /// that plans have pinned.
     rows_in_use: RwLock<()>,
     locked: Mutex<LockedTable>,
-    /// Whether a moment of the table is held. It changes while `rows_in_use` is held for reading.
+    /// True if the table has a snapshot. Changes only while `rows_in_use` is held for reading.
     has_snapshot: AtomicBool,
-    /// What was let go of while the table's lock could not be had.
+    /// Releases that could not take the table's lock.
     deferred: DeferredReleases,
-    /// Whether the holder of `rows_in_use` is running the code of [`Plan::exclusively`](crate::cache::Plan::exclusively).
+    /// Tracks whether the holder of `rows_in_use` is running the code of
+    /// [`Plan::exclusively`](crate::cache::Plan::exclusively).
     changing_device: ForeignCode,
     closed: AtomicBool,
     poison: TablePoison,
@@ -54,20 +56,21 @@ impl TableInner {
         }
     }
 
-    /// The table's residency.
+    /// Locks the table.
     ///
-    /// Errors: `State` when the table is closed, waits for a load after one failed, is torn, or is used in a forked child.
+    /// Errors: `State` if the table is closed, waits for a load after a failed one, is poisoned, or is used in a forked
+    /// child.
     pub(crate) fn lock(&self) -> Result<TableGuard<'_>> {
         self.check_usable(self.lock_any()?)
     }
 
-    /// As [`TableInner::lock`], also of a table that waits for a load.
+    /// Like [`TableInner::lock`], but works for a table that waits for a load too.
     pub(crate) fn lock_any(&self) -> Result<TableGuard<'_>> {
         self.check_open()?;
         self.make_guard(lock(&self.locked))
     }
 
-    /// As [`TableInner::lock`]; `None` where another thread has the lock now.
+    /// Like [`TableInner::lock`]; `None` if another thread has the lock.
     pub(crate) fn try_lock(&self) -> Result<Option<TableGuard<'_>>> {
         self.try_lock_any()?.map(|held| self.check_usable(held)).transpose()
     }
@@ -116,17 +119,18 @@ impl TableInner {
         Ok(held)
     }
 
-    /// Whether the table was closed.
+    /// True if the table was closed.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Refuse all use from now on, once reads under way have ended and whoever is told of evicted rows is told of all. Returns whether the table was open.
+    /// Rejects all later use, after reads in progress have finished and all evicted rows are queued. Returns true if
+    /// the table was open.
     pub(crate) fn close(&self) -> bool {
         let was_open = !self.closed.swap(true, Ordering::AcqRel);
         if was_open {
             self.lock_always().finish_loads();
-            // Of a torn table nobody knows which rows it has.
+            // The rows of a poisoned table are unknown.
             if self.poison.cause().is_none()
                 && let Err(error) = self.during_sweeps(|| Ok(self.lock_always()), |held| held.notify_rest())
             {
@@ -142,20 +146,21 @@ impl TableInner {
         was_open
     }
 
-    /// End an export by slot. This works for a table that refuses its lock, too. In a forked child the export is its parent's.
+    /// Ends an export by slot, even if the table is unusable. Does nothing in a forked child, because the export
+    /// belongs to the parent.
     pub(crate) fn end_export(&self, number: u64) {
         if self.check_process().is_ok() {
             self.lock_always().end_export(number);
         }
     }
 
-    /// The table's residency, also of a table that is closed or torn.
+    /// Locks the table even if it is closed or poisoned.
     pub(crate) fn lock_always(&self) -> TableGuard<'_> {
         TableGuard::new(&self.poison, &self.context.lock_held, lock(&self.locked))
     }
 
-    /// Refuse a process forked from the one that opened the table. No lock is to be asked for before this: one that another thread had at
-    /// the fork stays locked in the child.
+    /// Rejects a process forked from the one that opened the table. Must precede any lock: a lock that another thread
+    /// held at the fork stays locked in the child.
     ///
     /// Errors: `State`.
     pub(crate) fn check_process(&self) -> Result<()> {
@@ -172,43 +177,44 @@ impl TableInner {
         ))
     }
 
-    /// Refuse every use from now on.
+    /// Rejects every later use.
     pub(crate) fn poison(&self, cause: PoisonCause) {
         self.poison.set(cause);
     }
 
-    /// Keep out whoever writes rows that plans have pinned.
+    /// Excludes writers of rows that plans have pinned.
     ///
-    /// Errors: `State` in a forked child, and where the caller himself keeps everybody out.
+    /// Errors: `State` in a forked child, and if the caller itself has exclusive access.
     pub(crate) fn reading_rows(&self) -> Result<RowUseGuard<'_>> {
         self.check_rows()?;
         let guard = self.rows_in_use.read().unwrap_or_else(PoisonError::into_inner);
         Ok(RowUseGuard::reading(guard))
     }
 
-    /// As [`TableInner::reading_rows`], also where the caller keeps everybody out already, for as long as this call lasts.
+    /// Like [`TableInner::reading_rows`], but works if the caller already has exclusive access, for the duration of
+    /// this call.
     pub(super) fn without_kernel_writes(&self) -> Result<RowUseGuard<'_>> {
         if self.changing_device.is_calling() { Ok(RowUseGuard::held_by_caller()) } else { self.reading_rows() }
     }
 
-    /// Keep out everybody else who uses rows that plans have pinned. Errors as [`TableInner::reading_rows`].
+    /// Excludes all other users of rows that plans have pinned. Errors: as [`TableInner::reading_rows`].
     pub(crate) fn writing_rows<'a, S>(&'a self, _guard: &'a PlanGuard<'_, S>) -> Result<RowUseGuard<'a>> {
         self.check_rows()?;
         let guard = self.rows_in_use.write().unwrap_or_else(PoisonError::into_inner);
         Ok(RowUseGuard::writing(guard))
     }
 
-    /// As [`TableInner::writing_rows`], also where the caller keeps everybody out already.
+    /// Like [`TableInner::writing_rows`], but works if the caller already has exclusive access.
     pub(crate) fn writing_rows_or_exclusive<'a, S>(&'a self, guard: &'a PlanGuard<'_, S>) -> Result<RowUseGuard<'a>> {
         if self.changing_device.is_calling() { Ok(RowUseGuard::held_by_caller()) } else { self.writing_rows(guard) }
     }
 
-    /// As [`TableInner::reading_rows`], also where the caller keeps everybody out already.
+    /// Like [`TableInner::reading_rows`], but works if the caller already has exclusive access.
     pub(crate) fn reading_rows_or_exclusive<'a, S>(&'a self, _guard: &'a PlanGuard<'_, S>) -> Result<RowUseGuard<'a>> {
         if self.changing_device.is_calling() { Ok(RowUseGuard::held_by_caller()) } else { self.reading_rows() }
     }
 
-    /// Refuse a caller who would wait for himself if he asked for `rows_in_use`, and a forked child.
+    /// Rejects a caller that would deadlock on `rows_in_use`, and a forked child.
     ///
     /// Errors: `State`.
     pub(crate) fn check_rows(&self) -> Result<()> {
@@ -217,7 +223,8 @@ impl TableInner {
         self.check_not_exclusive()
     }
 
-    /// Refuse a caller who keeps everybody out of the table's rows himself, by [`Plan::exclusively`](crate::cache::Plan::exclusively).
+    /// Rejects a caller that has exclusive access to the table's rows by
+    /// [`Plan::exclusively`](crate::cache::Plan::exclusively).
     ///
     /// Errors: `State`.
     pub(crate) fn check_not_exclusive(&self) -> Result<()> {
@@ -227,32 +234,32 @@ impl TableInner {
         Ok(())
     }
 
-    /// The holder of `rows_in_use` begins to run code of his caller's, which changes rows on the device.
+    /// Marks that the holder of `rows_in_use` runs code of its caller, which changes rows on the device.
     pub(crate) fn begin_changing_device<'a>(&'a self, _rows: &'a RowUseGuard<'_>) -> ForeignCall<'a> {
         self.changing_device.begin()
     }
 
-    /// Whether a moment of the table is held. `rows_in_use` is held meanwhile, so that it does not change.
+    /// True if the table has a snapshot. Holding `rows_in_use` keeps the answer valid.
     #[inline]
     pub(crate) fn has_snapshot(&self, _rows: &RowUseGuard<'_>) -> bool {
         self.has_snapshot.load(Ordering::Acquire)
     }
 
-    /// Note that a moment is held from now on.
+    /// Records that the table has a snapshot.
     pub(crate) fn set_has_snapshot(&self, _rows: &RowUseGuard<'_>) {
         self.has_snapshot.store(true, Ordering::Release);
     }
 
-    /// Give back what a plan held, without waiting for the table's lock.
+    /// Releases the pins of a plan without waiting for the table's lock.
     pub(crate) fn defer_release(&self, pins: PlanPins) {
-        // In a forked child the pins are its parent's, and so are the locks.
+        // In a forked child the pins and the locks belong to the parent.
         if self.check_process().is_ok() {
             self.deferred.add_pins(pins);
             self.run_deferred_if_free();
         }
     }
 
-    /// Let go of the moment of the table, without waiting for the table's lock.
+    /// Ends the snapshot of the table without waiting for the table's lock.
     pub(crate) fn defer_snapshot_end(&self) {
         if self.check_process().is_ok() {
             self.deferred.add_snapshot_end();
@@ -261,14 +268,14 @@ impl TableInner {
     }
 
     fn run_deferred_if_free(&self) {
-        // Whoever takes the lock does what was left. A table that is closed or torn has no use for it.
+        // The holder of the lock runs the deferred releases. A closed or poisoned table does not need them.
         drop(self.try_lock_any());
     }
 
     #[cold]
     fn run_deferred(&self, residency: &mut Residency) {
         let (holds, moment_gone) = self.deferred.take();
-        // Of a torn table nobody knows what is pinned.
+        // The pins of a poisoned table are unknown.
         if self.poison.cause().is_none() {
             for hold in holds {
                 residency.release(hold);
@@ -280,7 +287,7 @@ impl TableInner {
         }
     }
 
-    /// Whether no moment of the table is held. It works for a closed or torn table, too.
+    /// True if the table has no snapshot. Works for a closed or poisoned table too.
     fn is_without_snapshot(&self) -> bool {
         let mut held = self.lock_always();
         if self.deferred.has_any() {
@@ -289,10 +296,10 @@ impl TableInner {
         !held.has_snapshot()
     }
 
-    /// Wait until no moment of the table is held.
+    /// Waits until the table has no snapshot.
     ///
-    /// Errors: `State` by the code that reads device rows. Also, where a moment is held, by a caller who keeps everybody out of the rows
-    /// that its save is still to copy.
+    /// Errors: `State` from code that reads device rows. Also, if there is a snapshot, from a caller that has exclusive
+    /// access to the rows that its save has not copied yet.
     pub(crate) fn wait_for_snapshot_end(&self) -> Result<()> {
         self.context.check_not_reading_device()?;
         loop {
@@ -305,7 +312,7 @@ impl TableInner {
         }
     }
 
-    /// As [`TableInner::wait_for_snapshot_end`], for about `most` at most. Returns whether no moment was held.
+    /// Like [`TableInner::wait_for_snapshot_end`], for about `most` at most. Returns true if there was no snapshot.
     pub(crate) fn wait_for_snapshot_end_at_most(&self, most: Duration) -> Result<bool> {
         self.context.check_not_reading_device()?;
         let gone = self.deferred.snapshots_ended();

@@ -1,10 +1,10 @@
-//! The locks of a table and of a plan, the order in which they are taken, and what makes a table refuse them.
+//! The locks of a table and of a plan, in the order in which they are taken, and the poisoned state of a table.
 //!
-//! 1. The turn of a plan ([`PlanLock`]).
-//! 2. `rows_in_use` of each table ([`RowUseGuard`]), of several tables in the order of their addresses. Whoever takes it for writing has the
-//!    turn of a plan, which the function asks for.
-//! 3. The lock of a table's residency ([`Held`]).
-//! 4. What the SSD tier locks inside.
+//! 1. Exclusive access to a plan ([`PlanLock`]).
+//! 2. `rows_in_use` of each table ([`RowUseGuard`]), of several tables in the order of their addresses. Locking it for
+//!    writing requires exclusive access to a plan, which is an argument of the function.
+//! 3. The lock of a table ([`TableGuard`]).
+//! 4. Locks inside of the SSD tier.
 
 mod device_rows;
 mod guards;

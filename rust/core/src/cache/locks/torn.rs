@@ -1,18 +1,18 @@
-//! A table that something left half-way changed.
+//! Poisoned tables: an interrupted operation left them partly changed.
 
 use crate::sync::{AtomicU32, Ordering};
 
-/// What ended half-way.
+/// The interrupted operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PoisonCause {
-    /// A panic, amid a change of the table's residency or of its rows.
+    /// A panic during a change of the table's placement or rows.
     Panic,
-    /// A training step, whose rows are updated in part.
+    /// A training step that has updated only some of its rows.
     Update,
 }
 
 impl PoisonCause {
-    /// What to say of it after "the table cannot be used since".
+    /// Continuation of the message "the table cannot be used since".
     pub(crate) fn description(self) -> &'static str {
         match self {
             Self::Panic => "a panic interrupted a change of it, a bug of torchrec-embcache to report",
@@ -24,7 +24,7 @@ impl PoisonCause {
     }
 }
 
-/// Whether a table refuses all use because something ended half-way. It never gets over that.
+/// Set if a table rejects all use because an operation was interrupted. It is permanent.
 #[derive(Debug)]
 pub(crate) struct TablePoison(AtomicU32);
 

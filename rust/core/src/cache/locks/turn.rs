@@ -1,28 +1,28 @@
 //! A plan is used by one thread at a time.
 //!
-//! A plan's calls take the plan's *turn* first, and the locks of tables after that. So does [`Plan::exclusively`](crate::cache::Plan),
-//! which keeps the turn while it runs its caller's code: calls of the same plan by that code find that the turn is theirs, and calls by
-//! another thread wait for it with no lock in their hands. Table locks that are taken for writing rows ask for a [`PlanGuard`], so that no
-//! code can take them the other way round.
+//! Calls of a plan first take exclusive access to the plan, and then the locks of tables. So does
+//! [`Plan::exclusively`](crate::cache::Plan), which keeps it while it runs its caller's code: calls of the same plan by
+//! that code find that they have exclusive access, and calls by another thread wait for it without holding a lock.
+//! Locking rows of a table for writing requires a [`PlanGuard`], so that no code can take the locks in the other order.
 
 use std::sync::TryLockError;
 
 use crate::logical_thread::ForeignCode;
 use crate::sync::{Mutex, MutexGuard, lock};
 
-/// The state of a plan, and whose turn it is to use it.
+/// The state of a plan, and the lock for exclusive access to it.
 pub(crate) struct PlanLock<S> {
     access: Mutex<()>,
-    /// Whether the holder of the turn runs code of his caller's.
+    /// Tracks whether the holder of exclusive access runs code of its caller.
     exclusive: ForeignCode,
-    /// Locked by the holder of the turn, or to look at it briefly with no other lock taken meanwhile.
+    /// Locked by the holder of exclusive access, or for a short read during which no other lock is taken.
     state: Mutex<S>,
 }
 
-/// The turn to use a plan.
+/// Exclusive access to a plan.
 pub(crate) struct PlanGuard<'a, S> {
     plan_lock: &'a PlanLock<S>,
-    /// `None` where the caller's own caller has the turn.
+    /// `None` if the caller's caller has exclusive access.
     _access: Option<MutexGuard<'a, ()>>,
 }
 
@@ -31,27 +31,27 @@ impl<S> PlanLock<S> {
         Self { access: Mutex::new(()), exclusive: ForeignCode::default(), state: Mutex::new(state) }
     }
 
-    /// Wait for the turn, unless it is the caller's already.
+    /// Waits for exclusive access, unless the caller has it already.
     pub(crate) fn lock(&self) -> PlanGuard<'_, S> {
         self.reenter().unwrap_or_else(|| PlanGuard { plan_lock: self, _access: Some(lock(&self.access)) })
     }
 
-    /// The turn, where the caller is code that [`PlanGuard::run`] runs.
+    /// Exclusive access, if the caller is code that [`PlanGuard::run`] runs.
     pub(crate) fn reenter(&self) -> Option<PlanGuard<'_, S>> {
         self.exclusive.is_calling().then_some(PlanGuard { plan_lock: self, _access: None })
     }
 
-    /// The turn, without waiting for it; `None` where somebody else has it.
+    /// Exclusive access without waiting; `None` if another thread has it.
     pub(crate) fn try_lock(&self) -> Option<PlanGuard<'_, S>> {
         self.reenter().or_else(|| Some(PlanGuard { plan_lock: self, _access: Some(try_lock(&self.access)?) }))
     }
 
-    /// Look at the state. No lock of a table may be taken meanwhile.
+    /// The state, for a short read. The caller must not take a table lock while it holds the guard.
     pub(crate) fn peek(&self) -> MutexGuard<'_, S> {
         lock(&self.state)
     }
 
-    /// The state of a plan that nobody else knows of any more.
+    /// The state of a plan without other references.
     #[cfg(not(loom))]
     pub(crate) fn get_mut(&mut self) -> &mut S {
         self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -59,25 +59,25 @@ impl<S> PlanLock<S> {
 }
 
 impl<S> PlanGuard<'_, S> {
-    /// The state of the plan, until the guard is dropped. The guard cannot outlive the turn: whoever takes the turn next takes locks of
-    /// tables and then the state, so nobody else may have the state and wait for those locks.
+    /// The state of the plan, until the guard is dropped. The guard cannot outlive the exclusive access: the next
+    /// holder takes locks of tables and then the state, so no other thread may hold the state and wait for those locks.
     pub(crate) fn state(&self) -> MutexGuard<'_, S> {
         lock(&self.plan_lock.state)
     }
 
-    /// As [`PlanGuard::state`]; `None` where somebody has it, perhaps the caller's own caller.
+    /// Like [`PlanGuard::state`]; `None` if it is locked, perhaps by the caller's caller.
     pub(crate) fn try_state(&self) -> Option<MutexGuard<'_, S>> {
         try_lock(&self.plan_lock.state)
     }
 
-    /// Run code of the caller's that may use the plan. It keeps the turn.
+    /// Runs code of the caller that may use the plan. Keeps exclusive access.
     pub(crate) fn run<T>(&self, work: impl FnOnce() -> T) -> T {
         let _foreign = self.plan_lock.exclusive.begin();
         work()
     }
 }
 
-/// Lock without waiting, also after a panic elsewhere.
+/// Locks without waiting, and ignores poisoning.
 fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),

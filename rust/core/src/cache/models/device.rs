@@ -1,5 +1,6 @@
-//! Rows come to a device tier and leave it. The memory of each slot is a cell of which loom knows who reads it and who writes it: a slot that is
-//! read before its row has arrived, or written before its victim has left, ends the model.
+//! Models of promotion to a device tier and demotion from it. The memory of each slot is a cell whose readers and
+//! writers loom tracks: reading a slot before its row has arrived, or writing it before its victim has left, fails the
+//! model.
 
 use std::sync::Arc;
 
@@ -11,10 +12,10 @@ use crate::config::{OnFull, TableConfig};
 use crate::io::IoEngine;
 use crate::types::{CacheSlot, Id};
 
-/// The memory of a device, a cell for each slot.
+/// The memory of a device, one cell per slot.
 struct Device(Vec<UnsafeCell<[f32; DIM]>>);
 
-// SAFETY: loom checks each access to a cell, which is what the models are for.
+// SAFETY: loom checks each access to a cell, which is the purpose of the models.
 #[allow(unsafe_code)]
 unsafe impl Send for Device {}
 // SAFETY: as above.
@@ -24,12 +25,12 @@ unsafe impl Sync for Device {}
 #[allow(unsafe_code)]
 impl Device {
     fn read(&self, slot: CacheSlot) -> [f32; DIM] {
-        // SAFETY: loom ends the model where somebody writes meanwhile.
+        // SAFETY: loom fails the model on a concurrent write.
         self.0[slot as usize].with(|row| unsafe { *row })
     }
 
     fn write(&self, slot: CacheSlot, change: impl FnOnce(&mut [f32; DIM])) {
-        // SAFETY: loom ends the model where somebody reads or writes meanwhile.
+        // SAFETY: loom fails the model on a concurrent read or write.
         self.0[slot as usize].with_mut(|row| change(unsafe { &mut *row }));
     }
 }
@@ -44,9 +45,9 @@ impl DeviceRowReader for Device {
     }
 }
 
-/// A table with two slots on the device, in which are rows 1 and 2, and without an SSD tier.
+/// A table with two device slots, which contain rows 1 and 2, and without an SSD tier.
 fn table() -> (Table, Arc<Lookup>, Arc<Device>) {
-    // Slots past the budget are for batches that do not fit.
+    // Slots beyond the budget are for batches that do not fit.
     let device = Arc::new(Device((0..6).map(|_| UnsafeCell::new([f32::NAN; DIM])).collect()));
     let wanted = TableConfig { device_rows: Some(2), ssd: None, on_full: OnFull::Error, ..config() };
     let reader = Arc::clone(&device) as Arc<dyn DeviceRowReader>;
@@ -58,7 +59,7 @@ fn table() -> (Table, Arc<Lookup>, Arc<Device>) {
     (table, lookup, device)
 }
 
-/// Bring a row to the device from memory that is lent to the plan, as Python does.
+/// Promotes a row to the device from a caller's buffer, as Python does.
 fn place(lookup: &Lookup, device: &Device, id: Id) -> Plan {
     let plan = lookup.plan(&[id], &[0, 1], PlanMode::TRAIN).unwrap();
     plan.wait_for_reads().unwrap();
@@ -73,12 +74,12 @@ fn place(lookup: &Lookup, device: &Device, id: Id) -> Plan {
     plan
 }
 
-/// A step that adds 1 to each weight of a row.
+/// Runs a step that adds 1 to each weight of a row.
 fn train(lookup: &Lookup, device: &Device, id: Id) {
     update(&place(lookup, device, id), device);
 }
 
-/// The update of a step whose row is in its slot.
+/// Runs the update of a step whose row is in its slot.
 fn update(plan: &Plan, device: &Device) {
     plan.exclusively(|| {
         plan.begin_update().unwrap();
@@ -88,7 +89,7 @@ fn update(plan: &Plan, device: &Device) {
     .unwrap();
 }
 
-/// Each row has been trained as often as its weights say, and nothing is pinned.
+/// Checks that each row was trained as often as its weights show, and that no row is pinned.
 fn at_rest(table: &Table, expected: &[(Id, u32)]) {
     for &(id, steps) in expected {
         let row = table.read_rows(&[id]).unwrap();
@@ -101,7 +102,8 @@ fn at_rest(table: &Table, expected: &[(Id, u32)]) {
     assert_eq!(table.stats().unwrap().pinned_rows, 0, "a pin was not returned");
 }
 
-/// One plan makes a row leave the device while another one wants that row: it stays, or it leaves and comes back.
+/// One plan evicts a row from the device while another one requires that row: it stays, or is demoted and promoted
+/// again.
 #[test]
 fn loom_a_row_that_leaves_the_device_for_one_plan_while_another_wants_it_is_whole() {
     model(|| {
@@ -116,7 +118,7 @@ fn loom_a_row_that_leaves_the_device_for_one_plan_while_another_wants_it_is_whol
     });
 }
 
-/// Rows are read while they leave the device, while others arrive and while they are trained: each is whole.
+/// Rows are read while they leave the device, while others arrive and while they are trained: each read is consistent.
 #[test]
 fn loom_rows_that_are_read_while_rows_move_and_are_trained_are_whole() {
     model(|| {
@@ -136,7 +138,8 @@ fn loom_rows_that_are_read_while_rows_move_and_are_trained_are_whole() {
     });
 }
 
-/// A row has arrived for a plan that is trained later. Another plan moves and trains rows meanwhile, and that row stays.
+/// A row has arrived for a plan that is trained later. Another plan moves and trains rows concurrently, and that row
+/// stays.
 #[test]
 fn loom_a_row_that_arrived_ahead_of_its_step_is_there_when_the_step_comes() {
     model(|| {
@@ -152,7 +155,7 @@ fn loom_a_row_that_arrived_ahead_of_its_step_is_there_when_the_step_comes() {
     });
 }
 
-/// A plan that is dropped after its rows have got slots, amid another one that wants the same row.
+/// A plan is dropped after its rows have got slots, while another plan requires the same row.
 #[test]
 fn loom_a_plan_that_is_dropped_before_its_row_has_arrived_leaves_it_for_another() {
     model(|| {
@@ -169,8 +172,9 @@ fn loom_a_plan_that_is_dropped_before_its_row_has_arrived_leaves_it_for_another(
     });
 }
 
-/// The ids of a save while a row leaves the device for another one. Rows 1 and 2 are there, and both were trained since the checkpoint on which
-/// a delta builds. Row 1 is trained after the save has begun, so that a copy of it is kept.
+/// Returns the ids of a save while a row leaves the device for another one. Rows 1 and 2 are present, and both were
+/// trained since the base checkpoint of the delta. Row 1 is trained after the save has started, so that a copy of it is
+/// kept.
 fn saved_while_a_row_leaves(is_delta: bool) -> Vec<Id> {
     let (table, lookup, device) = table();
     let parent = BaseCheckpoint { name: "c".into(), manifest_xxh3: 0, next_epoch: 1 };

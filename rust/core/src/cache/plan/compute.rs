@@ -1,4 +1,4 @@
-//! The kernels of a plan: forwards, and backwards with the optimizer's update in them.
+//! The kernels of a plan: forwards, and backwards that include the optimizer's update.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -16,13 +16,13 @@ use crate::kernels::{
 };
 
 impl Plan {
-    /// Sum the rows of each bag, or average them.
+    /// Sums or averages the rows of each bag.
     ///
     /// - `offsets`: `[F × B + 1]` into the batch's ids, feature-major.
     /// - `weights`: `[N]` or `None`.
     /// - `mean`: `[F]`.
     /// - `out`: `[B, C]`, where `C` is the sum of the features' widths, in feature order.
-    /// - `device`: for each table with a device tier its tensors, else `None`.
+    /// - `device`: the tensors of each table with a device tier, else `None`.
     pub fn forward_pooled(
         &self,
         offsets: &[i64],
@@ -34,7 +34,7 @@ impl Plan {
     ) -> Result<()> {
         let turn = self.lock_plan()?;
         let mut state = placed_state(&turn, "forward_pooled")?;
-        // Another thread may change what the caller lent, so copies are checked and used.
+        // Another thread may modify the caller's buffers, so copies are checked and used.
         let (offsets, mean) = (offsets.to_vec(), mean.to_vec());
         let bags = self.check_offsets(&offsets, weights, &mean)?;
         let columns = self.shape.total_columns;
@@ -49,8 +49,8 @@ impl Plan {
             let (slots, absent) = (self.feature_slots(&state, feature), state.tables[table].absent());
             let _reading = self.shape.tables[table].reading_rows_or_exclusive(&turn)?;
             with_rows!(&mut stores[table], rows => {
-                // SAFETY: the plan has pinned every slot, so all are valid, `check_offsets` has checked the offsets against them, and the
-                // guard keeps out every kernel that writes.
+                // SAFETY: the plan has pinned every slot, so all are valid; `check_offsets` has checked the offsets
+                // against them; and the guard excludes every kernel that writes.
                 unsafe {
                     forward_pooled(
                         rows, slots, absent, &local, weights, mean[feature], out, columns, self.shape.columns[feature], threads,
@@ -64,7 +64,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Copy the row of each occurrence to `out` `[N, D]`. All tables have the width `D`.
+    /// Copies the row of each occurrence to `out` `[N, D]`. All tables must have width `D`.
     pub fn forward_sequence(
         &self,
         out: &mut [f32],
@@ -81,15 +81,17 @@ impl Plan {
             let plan = &state.tables[table];
             let _reading = self.shape.tables[table].reading_rows_or_exclusive(&turn)?;
             with_rows!(&mut stores[table], rows => {
-                // SAFETY: the plan has pinned every slot, so all are valid, and the guard keeps out every kernel that writes.
+                // SAFETY: the plan has pinned every slot, so all are valid, and the guard excludes every kernel that
+                // writes.
                 unsafe { forward_sequence(rows, &plan.occurrence_slots, plan.absent(), &mut out[range], threads) }
             });
         }
         Ok(())
     }
 
-    /// The backward of `forward_pooled` with the optimizer in it, and the commit. `grad` is `[B, C]`, and `hyperparameters` has one for
-    /// each table. `weight_grad` `[N]` receives the gradient of the per-sample weights, of the rows before the update.
+    /// Runs the backward of `forward_pooled` with the optimizer's update, and commits. `grad` is `[B, C]`, and
+    /// `hyperparameters` has one entry per table. `weight_grad` `[N]` receives the gradient of the per-sample weights,
+    /// computed from the rows before the update.
     pub fn backward_pooled(
         &self,
         grad: &[f32],
@@ -107,7 +109,7 @@ impl Plan {
             check_len("weight_grad", weight_grad.len(), total)?;
         }
         let mut stores = KernelRows::of(&state.tables, device)?;
-        // What can fail comes before the first update, so that a step is made on all tables or on none.
+        // Fallible work precedes the first update, so that a step applies to all tables or to none.
         let sources = self
             .shape
             .table_features
@@ -116,7 +118,7 @@ impl Plan {
         let sources = sources.collect::<Result<Vec<_>>>()?;
         let steps = state.next_steps(hyperparameters)?;
         let _step = TrainingStepGuard(&self.shape.tables);
-        // A table that is closed meanwhile has no rows any more, and the others make the step.
+        // A table closed concurrently has no rows; the other tables complete the step.
         let mut ended = Ok(());
         for (table, table_features) in self.shape.table_features.iter().enumerate() {
             let plan = &mut state.tables[table];
@@ -126,11 +128,11 @@ impl Plan {
             plan.keep_pre_images(&writing, stores[table].tensors());
             with_rows!(&mut stores[table], rows => {
                 if let Some(weight_grad) = &mut weight_grad {
-                    // SAFETY: the plan has pinned every slot, so all are valid. The guard keeps out every other kernel.
+                    // SAFETY: the plan has pinned every slot, so all are valid. The guard excludes every other kernel.
                     unsafe { weight_gradient(rows, &plan.occurrence_slots, plan.absent(), &source.of_weights(grad), &mut weight_grad[range], threads) }
                 }
-                // SAFETY: the plan has pinned every slot, so all are valid, and they are distinct, one for each id. The guard keeps out
-                // every other kernel.
+                // SAFETY: the plan has pinned every slot, so all are valid, and they are distinct, one for each id. The
+                // guard excludes every other kernel.
                 unsafe { backward(rows, &plan.index, &source.of_rows(grad), step, threads) }
             });
             ended = ended.and(plan.end_kernels_step(writing));
@@ -139,7 +141,7 @@ impl Plan {
         ended
     }
 
-    /// The backward of `forward_sequence` with the optimizer in it, and the commit. `grad` is `[N, D]`.
+    /// Runs the backward of `forward_sequence` with the optimizer's update, and commits. `grad` is `[N, D]`.
     pub fn backward_sequence(
         &self,
         grad: &[f32],
@@ -155,7 +157,7 @@ impl Plan {
         let mut stores = KernelRows::of(&state.tables, device)?;
         let steps = state.next_steps(hyperparameters)?;
         let _step = TrainingStepGuard(&self.shape.tables);
-        // A table that is closed meanwhile has no rows any more, and the others make the step.
+        // A table closed concurrently has no rows; the other tables complete the step.
         let mut ended = Ok(());
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let plan = &mut state.tables[table];
@@ -165,8 +167,8 @@ impl Plan {
             let writing = self.shape.tables[table].writing_rows_or_exclusive(&turn)?;
             plan.keep_pre_images(&writing, stores[table].tensors());
             with_rows!(&mut stores[table], rows => {
-                // SAFETY: the plan has pinned every slot, so all are valid, and they are distinct, one for each id. The guard keeps out
-                // every other kernel.
+                // SAFETY: the plan has pinned every slot, so all are valid, and they are distinct, one for each id. The
+                // guard excludes every other kernel.
                 unsafe { backward(rows, &plan.index, &gradient, step, threads) }
             });
             ended = ended.and(plan.end_kernels_step(writing));
@@ -175,9 +177,10 @@ impl Plan {
         ended
     }
 
-    /// What the forward was given, whose backward has this gradient `[B, C]`, and the number of bags of a feature: `B`.
+    /// Returns the arguments of the forward whose backward has gradient `grad` `[B, C]`, and the number of bags of a
+    /// feature: `B`.
     ///
-    /// Errors: `State` without a forward, `Input` for a gradient of another length.
+    /// Errors: `State` without a forward; `Input` for a gradient of another length.
     pub(super) fn pooled_args<'a>(&self, state: &'a PlanState, grad: &[f32]) -> Result<(&'a PooledArgs, usize)> {
         let Some(pooled) = &state.pooled else {
             return Err(Error::new(
@@ -198,14 +201,14 @@ impl Plan {
 
     /// Returns the width of a table's rows.
     ///
-    /// Errors: `Input` where the lookup has no such table.
+    /// Errors: `Input` if the lookup has no such table.
     pub fn dim(&self, table: usize) -> Result<usize> {
         Ok(self.table(table)?.layout.dim)
     }
 
-    /// The width of all tables.
+    /// Returns the width of all tables.
     ///
-    /// Errors: `Input` where they have several.
+    /// Errors: `Input` if the widths differ.
     pub fn common_dim(&self) -> Result<usize> {
         let mut dims = self.shape.tables.iter().map(|table| table.layout.dim);
         let first = dims.next().unwrap_or(0);
@@ -216,7 +219,7 @@ impl Plan {
         }
     }
 
-    /// Where the occurrences of one table's features find their gradients in that of the pooled output.
+    /// Maps the occurrences of one table's features to their gradients in the gradient of the pooled output.
     pub(super) fn gradient_sources(
         &self,
         pooled: &PooledArgs,
@@ -243,7 +246,7 @@ impl Plan {
         PooledGradient::new(self.shape.total_columns, &features, threads)
     }
 
-    /// Check what a pooled forward was given. Returns the number of bags of a feature: `B`.
+    /// Checks the arguments of a pooled forward. Returns the number of bags of a feature: `B`.
     fn check_offsets(&self, offsets: &[i64], weights: Option<&[f32]>, mean: &[bool]) -> Result<usize> {
         let features = self.shape.feature_tables.len();
         check_len("mean", mean.len(), features)?;
@@ -271,7 +274,8 @@ impl Plan {
     }
 }
 
-/// A training step under way over some tables. A panic in it leaves them torn, since rows may be updated that are not marked so.
+/// Guards a training step over some tables. A panic during the step poisons them, because rows may be updated that are
+/// not marked so.
 struct TrainingStepGuard<'a>(&'a [Arc<TableInner>]);
 
 impl Drop for TrainingStepGuard<'_> {

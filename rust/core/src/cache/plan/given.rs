@@ -1,4 +1,4 @@
-//! What kernels outside of the core are given of a plan: where its rows are, and the occurrences of each.
+//! Parts of a plan that kernels outside of the Rust core use: the slots of its rows, and the occurrences of each row.
 
 use super::handle::{Plan, check_index, check_len, placed_state};
 use crate::error::{Error, Kind, Result};
@@ -9,16 +9,16 @@ use crate::types::{CacheSlot, NO_SLOT};
 pub struct RowLists<'a> {
     /// The table of each row, as its position among these tables: `[U]`.
     pub tables: &'a mut [i32],
-    /// The slot of each row, -1 for one that is not updated: `[U]`.
+    /// The slot of each row, -1 for a row that is not updated: `[U]`.
     pub slots: &'a mut [i32],
-    /// Where the occurrences of each row begin, and where the last ones end: `[U + 1]`.
+    /// Start of the occurrences of each row, and the end of the last one: `[U + 1]`.
     pub starts: &'a mut [i32],
     /// The occurrences, as positions in the batch's ids: `[N']`.
     pub occurrences: &'a mut [i32],
 }
 
 impl Plan {
-    /// What ids of a table read that have no row and get none: `[D]`, or `None` for zeros.
+    /// Returns the value that ids of a table read if they have no row and are not admitted: `[D]`, or `None` for zeros.
     pub fn absent_row(&self, table: usize) -> Result<Option<Vec<f32>>> {
         self.table(table)?;
         let turn = self.lock_plan()?;
@@ -26,13 +26,13 @@ impl Plan {
         Ok(state.tables[table].absent().map(<[f32]>::to_vec))
     }
 
-    /// Where the ids of each feature begin in the batch's, and where the last ones end: `[F + 1]`.
+    /// Start of the ids of each feature in the batch's ids, and the end of the last one: `[F + 1]`.
     #[must_use]
     pub fn splits(&self) -> &[usize] {
         &self.splits
     }
 
-    /// The slot of each occurrence of a feature, `NO_SLOT` for one that reads the absent row: `[N_f]`.
+    /// Returns the slot of each occurrence of a feature, `NO_SLOT` for one that reads the absent row: `[N_f]`.
     pub fn slots(&self, feature: usize) -> Result<Vec<CacheSlot>> {
         let turn = self.lock_plan()?;
         let state = placed_state(&turn, "slots")?;
@@ -40,7 +40,8 @@ impl Plan {
         Ok(self.feature_slots(&state, feature).to_vec())
     }
 
-    /// Put the slot of each occurrence into `out`, -1 for one that reads the absent row, in the order of the batch's ids: `[N]`.
+    /// Writes the slot of each occurrence to `out`, -1 for one that reads the absent row, in the order of the batch's
+    /// ids: `[N]`.
     ///
     /// Errors: `Input` unless `out` is as long as the batch.
     pub fn fill_slots(&self, out: &mut [i32]) -> Result<()> {
@@ -54,16 +55,18 @@ impl Plan {
         Ok(())
     }
 
-    /// For each table how many distinct rows the batch has of it.
+    /// Returns the number of distinct rows of the batch for each table.
     pub fn row_counts(&self) -> Result<Vec<usize>> {
         let turn = self.lock_plan()?;
         let state = placed_state(&turn, "row_counts")?;
         Ok(state.tables.iter().map(|table| table.index.slots.len()).collect())
     }
 
-    /// Fill lists with the distinct rows of `tables`, one table after another: as many as [`Plan::row_counts`] says.
+    /// Fills lists with the distinct rows of `tables`, one table after another. [`Plan::row_counts`] returns their
+    /// numbers.
     ///
-    /// Errors: `Input` for lists of other lengths; `State` for a plan that is not to be trained, of which no occurrences are kept.
+    /// Errors: `Input` for lists of other lengths; `State` for a plan that does not train, because it keeps no
+    /// occurrences.
     pub fn fill_rows(&self, tables: &[usize], lists: &mut RowLists<'_>) -> Result<()> {
         tables.iter().try_for_each(|&table| self.table(table).map(drop))?;
         let turn = self.lock_plan()?;
@@ -90,9 +93,9 @@ impl Plan {
         Ok(())
     }
 
-    /// How many occurrences the batch has.
+    /// Returns the number of occurrences of the batch.
     ///
-    /// Errors: `Input` where 32 bits with a sign cannot count them.
+    /// Errors: `Input` if it does not fit `i32`.
     fn occurrences(&self) -> Result<usize> {
         let count = self.splits.last().copied().unwrap_or(0);
         if i32::try_from(count).is_ok() {
@@ -103,7 +106,8 @@ impl Plan {
         Err(Error::new(Kind::Input, message))
     }
 
-    /// A table's transposed index: slots `[U]`, starts `[U + 1]`, and occurrences as positions in the batch's ids.
+    /// Returns a table's transposed index: slots `[U]`, starts `[U + 1]`, and occurrences as positions in the batch's
+    /// ids.
     pub fn transposed(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<u32>, Vec<u32>)> {
         self.table(table)?;
         let turn = self.lock_plan()?;
@@ -115,7 +119,7 @@ impl Plan {
     }
 }
 
-/// A slot as kernels take it: -1 for none.
+/// A slot in the form that kernels use: -1 for none.
 fn signed(slot: CacheSlot) -> i32 {
     const { assert!(NO_SLOT as i32 == -1) };
     slot as i32

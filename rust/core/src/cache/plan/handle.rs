@@ -1,4 +1,4 @@
-//! One batch: from planned ids to rows in their slots, to a commit or a release. Its kernels are in `compute`.
+//! A batch in flight: from planned ids to placed rows, to a commit or a release. Its kernels are in `compute`.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::ssd::FetchBatch;
 use crate::sync::{Mutex, MutexGuard, lock};
 use crate::types::{CacheSlot, Id};
 
-/// One planned batch. Its rows are pinned until the backward, `release`, or its drop.
+/// A planned batch. Its rows are pinned until the backward, `release`, or its drop.
 pub struct Plan {
     pub(super) shape: Arc<LookupShape>,
-    /// Where the ids of each feature begin: `[F + 1]`.
+    /// Start of the ids of each feature, and the end of the last one: `[F + 1]`.
     pub(super) splits: Vec<usize>,
     pub(super) mode: PlanMode,
     threads: PlanThreads,
@@ -29,7 +29,7 @@ impl std::fmt::Debug for Plan {
 }
 
 impl Plan {
-    /// `mode` has the threads for one table.
+    /// `mode.threads` is the number of threads per table.
     pub(super) fn new(
         shape: Arc<LookupShape>,
         splits: Vec<usize>,
@@ -45,8 +45,8 @@ impl Plan {
     pub(super) fn start(&self) -> Result<()> {
         let turn = self.plan_lock.lock();
         let mut state = turn.state();
-        // One submission for all tables, where one thread begins them. It goes out on an error too, because other plans may have found rows
-        // that wait for it.
+        // One submission for all tables if a single thread starts them. It is submitted on an error too, because other
+        // plans may wait for rows that it loads.
         let batch = Mutex::new(FetchBatch::default());
         let started = for_each_table(state.tables.iter_mut(), self.threads.tables, |table| {
             if self.threads.tables == 1 {
@@ -59,12 +59,13 @@ impl Plan {
         });
         drop(batch);
         started?;
-        // A batch that is fetched ahead is checked when it is waited for.
+        // A prefetched batch is checked in [`Plan::wait`].
         if self.mode.is_prefetch { Ok(()) } else { state.check_space() }
     }
 
-    /// Checks that every table has room for the rows of a training batch. [`Plan::wait`] does so too, and then full tables drop rows. A caller
-    /// that waits for several plans of one batch calls this for each of them first, so that no row is dropped for a batch that is refused.
+    /// Checks that the rows of a training batch fit every table. [`Plan::wait`] checks it too, and then full tables
+    /// drop rows. A caller that waits for several plans of one batch first calls this for each of them, so that no row
+    /// is dropped for a batch that is rejected.
     ///
     /// Errors: `Capacity`; those of the SSD tier. The plan is released then.
     pub fn check_space(&self) -> Result<()> {
@@ -73,8 +74,9 @@ impl Plan {
         if state.stage == PlanStage::Started { state.check_space() } else { Ok(()) }
     }
 
-    /// Wait for the reads that were begun for this plan. [`Plan::wait`] does that too. Whoever will hold rows of a table exclusively calls this
-    /// before, so that nobody else waits for these reads. Those that a device tier lacks then are read by [`Plan::wait`].
+    /// Waits for the reads started for this plan. [`Plan::wait`] does so too. A caller that takes exclusive access to
+    /// rows of a table calls this first, so that no other thread waits for these reads. [`Plan::wait`] reads the rows
+    /// that a device tier lacks then.
     ///
     /// Errors: as [`Plan::wait`], and the plan is released then.
     pub fn wait_for_reads(&self) -> Result<()> {
@@ -90,17 +92,19 @@ impl Plan {
         read
     }
 
-    /// Bring every row into its slot of the tier that kernels run on. It is harmless to call this twice. Rows that go to a device tier get
-    /// their slots here and are in [`Plan::fetched`]; they move when [`Plan::scattered`] is called. Where a table has a device tier, this waits
-    /// for kernels and for whoever copies rows of it.
+    /// Places every row in a slot of the tier that kernels run on. Idempotent. Rows bound for a device tier get their
+    /// slots here and are in [`Plan::fetched`]; [`Plan::scattered`] moves them. If a table has a device tier, waits for
+    /// kernels and for threads that copy its rows.
     ///
-    /// Errors: `Storage` and `Corruption` of reads, `Capacity`, `ReadOnly`. The plan is released then, and no row of it has moved.
+    /// Errors: `Storage` and `Corruption` of reads; `Capacity`; `ReadOnly`. The plan is released then, and no row of it
+    /// has moved.
     pub fn wait(&self) -> Result<()> {
         self.wait_into(&mut [])
     }
 
-    /// As [`Plan::wait`]. For each table `lent` may have memory `[n, V]` for the rows that go to its device tier, with n as
-    /// [`Plan::max_arriving_rows`] says. Where they do not fit they lie elsewhere. Give the same memory to [`Plan::fetched_into`].
+    /// Like [`Plan::wait`]. `lent` may contain, for each table, a caller's buffer `[n, V]` for the rows bound for its
+    /// device tier, with n from [`Plan::max_arriving_rows`]. If they do not fit, they are stored elsewhere. Pass the
+    /// same buffer to [`Plan::fetched_into`].
     pub fn wait_into(&self, lent: &mut [Option<&mut [f32]>]) -> Result<()> {
         let turn = self.lock_plan()?;
         let mut state = turn.state();
@@ -119,10 +123,10 @@ impl Plan {
         Ok(())
     }
 
-    /// Say that what [`Plan::fetched`] gave is in the device tensors of all tables, so that the newest copies of the rows are there. It is
-    /// harmless to call this twice. A plan that is released before leaves every row where it was.
+    /// Records that the rows of [`Plan::fetched`] are in the device tensors of all tables, which makes these their
+    /// current copies. Idempotent. A plan that is released before leaves every row where it was.
     ///
-    /// Errors: `State` before [`Plan::wait`], and where a table was closed or torn. The plan is released then.
+    /// Errors: `State` before [`Plan::wait`], and if a table was closed or poisoned. The plan is released then.
     pub fn scattered(&self) -> Result<()> {
         let turn = self.lock_plan()?;
         let mut state = turn.state();
@@ -131,7 +135,7 @@ impl Plan {
             PlanStage::Placed => return Ok(()),
             _ => return Err(Error::new(Kind::State, "scattered comes after Plan.wait, before the forward")),
         }
-        // All that can fail is behind. Each table by itself is right before and after.
+        // All fallible work is done. Each table on its own is consistent before and after.
         let moved = for_each_table(state.tables.iter_mut(), self.threads.tables, |table| table.promote(&turn));
         if moved.is_err() {
             state.release();
@@ -141,19 +145,20 @@ impl Plan {
         moved
     }
 
-    /// Do `work`, which changes device tensors outside of the core, while nobody else forwards, updates or copies rows of this lookup's
-    /// tables. It may wait, scatter what was fetched and say so; it may say that it begins to update rows ([`Plan::begin_update`]), update
-    /// them and commit. It may use this plan, its kernels too, and no other plan of these tables. It cannot be called from within itself.
+    /// Runs `work`, which changes device tensors outside of the Rust core, while no other thread forwards, updates or
+    /// copies rows of this lookup's tables. `work` may wait, scatter the fetched rows and call [`Plan::scattered`]; it
+    /// may call [`Plan::begin_update`], update rows and commit. It may use this plan, including its kernels, and no
+    /// other plan of these tables. It is not reentrant.
     ///
-    /// However `work` ends, nothing is left in between: rows that were fetched and not scattered are where they were before, and the
-    /// plan is released; where an update was begun and not committed, the tables are torn.
+    /// However `work` ends, no intermediate state remains: rows that were fetched and not scattered are where they were
+    /// before, and the plan is released; if an update was started and not committed, the tables are poisoned.
     ///
-    /// Errors: `State` from within such work, by code that reads device rows, and in a forked child.
+    /// Errors: `State` from within such work, from code that reads device rows, and in a forked child.
     pub fn exclusively<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
         let tables = &self.shape.tables;
         tables.iter().try_for_each(|table| table.check_rows())?;
         let turn = self.plan_lock.lock();
-        // Two lookups may share tables, so everybody who takes the rows of several takes them in one order.
+        // Lookups may share tables, so every thread that locks the rows of several tables uses one order.
         let mut order: Vec<usize> = (0..tables.len()).collect();
         order.sort_unstable_by_key(|&table| Arc::as_ptr(&tables[table]));
         let exclude = |table: usize| Ok((table, tables[table].writing_rows(&turn)?));
@@ -164,7 +169,8 @@ impl Plan {
         Ok(turn.run(work))
     }
 
-    /// Say that from here to [`Plan::commit`] rows on the device change, a table at a time. What a moment wants of them is copied now.
+    /// Starts an update of device rows, which lasts until [`Plan::commit`], a table at a time. Keeps copies of the rows
+    /// that a snapshot needs.
     pub fn begin_update(&self) -> Result<()> {
         let turn = self.lock_plan()?;
         let mut state = self.trainable(&turn)?;
@@ -176,35 +182,36 @@ impl Plan {
         Ok(())
     }
 
-    /// Whether the reads that were begun for this plan have ended. Errors as [`Plan::reading`].
+    /// Returns true if the reads started for this plan have finished. Errors: as [`Plan::reading`].
     pub fn is_ready(&self) -> Result<bool> {
         Ok(self.peek()?.tables.iter().all(|table| table.pins().is_read()))
     }
 
-    /// For each table the ids whose rows are being read from SSD for this plan. Those that [`Plan::wait`] has waited for are no longer
-    /// here.
+    /// Returns, for each table, the ids whose rows are being read from SSD for this plan, without those that
+    /// [`Plan::wait`] has waited for.
     ///
-    /// Errors: `State` by code that reads rows from the device, perhaps for this plan; and in a forked child.
+    /// Errors: `State` from code that reads rows from the device, perhaps for this plan; and in a forked child.
     pub fn reading(&self) -> Result<Vec<Vec<Id>>> {
         Ok(self.peek()?.tables.iter().map(|table| table.pins().reading()).collect())
     }
 
-    /// Whether an `ahead` plan has fetched everything. Errors as [`Plan::reading`].
+    /// Returns true if a prefetch plan has loaded all rows. Errors: as [`Plan::reading`].
     pub fn is_prefetched(&self) -> Result<bool> {
         Ok(self.peek()?.tables.iter().all(|table| table.pins().is_complete()))
     }
 
-    /// Whether every row is in its slot. Errors as [`Plan::reading`].
+    /// Returns true if every row is in its slot. Errors: as [`Plan::reading`].
     pub fn is_placed(&self) -> Result<bool> {
         Ok(matches!(self.peek()?.stage, PlanStage::Placed | PlanStage::Updating))
     }
 
-    /// For each table how many rows did not fit the tier that kernels run on. Errors as [`Plan::reading`].
+    /// Returns, for each table, the number of rows that did not fit the tier that kernels run on. Errors: as
+    /// [`Plan::reading`].
     pub fn overflow_rows(&self) -> Result<Vec<u32>> {
         Ok(self.peek()?.tables.iter().map(|table| table.overflow_rows).collect())
     }
 
-    /// How many slots the device tensors of a table must have.
+    /// Returns the number of slots that the device tensors of a table must have.
     pub fn required_slots(&self, table: usize) -> Result<u32> {
         self.table(table)?;
         let turn = self.lock_plan()?;
@@ -213,20 +220,22 @@ impl Plan {
         Ok(held.required_device_slots())
     }
 
-    /// For each table about how many rows go to its device tier: mostly no more than this. 0 for a table that has no such tier.
+    /// Returns, for each table, the approximate number of rows bound for its device tier, rarely exceeded. 0 for a
+    /// table without one.
     pub fn max_arriving_rows(&self) -> Result<Vec<usize>> {
         let turn = self.lock_plan()?;
         let state = turn.state();
         state.tables.iter().map(|table| Ok(table.table.lock_any()?.max_arriving_rows(table.pins()))).collect()
     }
 
-    /// The rows to scatter into a table's device tensors: slots `[M]`, vector parts `[M, V]`, scalar slots `[M]`. They are handed out once.
+    /// Returns the rows to scatter into a table's device tensors: slots `[M]`, vector parts `[M, V]`, scalar slots
+    /// `[M]`. They are returned once.
     pub fn fetched(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<f32>, Vec<f32>)> {
         let FetchedRows { slots, vectors, scalars } = self.fetched_into(table, &mut [])?;
         Ok((slots, vectors.unwrap_or_default(), scalars))
     }
 
-    /// As [`Plan::fetched`], where `lent` was lent for the rows.
+    /// Like [`Plan::fetched`], with the buffer `lent` that was passed to [`Plan::wait_into`].
     pub fn fetched_into(&self, table: usize, lent: &mut [f32]) -> Result<FetchedRows> {
         self.table(table)?;
         let turn = self.lock_plan()?;
@@ -234,13 +243,14 @@ impl Plan {
         state.tables[table].take_fetched(lent)
     }
 
-    /// Floats of the vector part of a table's rows.
+    /// Returns the number of floats in the vector part of a table's rows.
     pub fn vector_floats(&self, table: usize) -> Result<usize> {
         Ok(self.table(table)?.floats())
     }
 
-    /// Commit a step whose backward ran outside of the core: rows are dirty and born, the step counters advance, and the pins are given
-    /// back. Whoever changes rows on the device says so before ([`Plan::begin_update`]).
+    /// Commits a step whose backward ran outside of the Rust core: the rows become dirty, provisional rows are
+    /// inserted, the step counters advance, and the rows are unpinned. Call [`Plan::begin_update`] before changing rows
+    /// on the device.
     pub fn commit(&self) -> Result<()> {
         let turn = self.lock_plan()?;
         let mut state = self.trainable(&turn)?;
@@ -248,12 +258,12 @@ impl Plan {
         state.commit(&turn, self.threads.tables)
     }
 
-    /// Give back every pin without training. It is harmless to call this twice. It waits for another thread that uses this plan, and for no
-    /// lock of a table. Code that runs under a lock of one of its tables does not wait for anything: what another call of the plan uses
-    /// then, that call or the drop gives back.
+    /// Unpins every row without training. Idempotent. Waits for a thread that is using this plan, never for a table
+    /// lock. Under a table lock it does not wait at all: the unpinning is then left to the thread that is using the
+    /// plan, or to the drop.
     pub fn release(&self) {
         let tables = &self.shape.tables;
-        // In a forked child the pins are its parent's.
+        // In a forked child the pins belong to the parent.
         if tables.iter().any(|table| table.check_process().is_err()) {
             return;
         }
@@ -266,11 +276,11 @@ impl Plan {
         }
     }
 
-    /// The turn to use the plan.
+    /// Locks the plan for exclusive access.
     ///
-    /// Errors: `State` where the caller would wait for itself: by code that reads rows from the device, perhaps for this plan; by the
-    /// work of another plan's [`Plan::exclusively`] on the same tables. And in a forked child, where whoever had a lock at the fork has
-    /// it for ever.
+    /// Errors: `State` if the caller would deadlock: code that reads rows from the device, perhaps for this plan; the
+    /// work of another plan's [`Plan::exclusively`] on the same tables. Also in a forked child, where locks held at the
+    /// fork stay locked.
     pub(super) fn lock_plan(&self) -> Result<PlanGuard<'_, PlanState>> {
         self.check_not_reentrant()?;
         if let Some(mine) = self.plan_lock.reenter() {
@@ -280,14 +290,14 @@ impl Plan {
         Ok(self.plan_lock.lock())
     }
 
-    /// The state, to look at it briefly. No lock of a table may be taken meanwhile.
+    /// The state, for a short read. The caller must not take a table lock while it holds the guard.
     fn peek(&self) -> Result<MutexGuard<'_, PlanState>> {
         self.check_not_reentrant()?;
         Ok(self.plan_lock.peek())
     }
 
-    /// Refuse code that reads rows from the device, perhaps for this plan, and a forked child, where whoever had a lock at the fork has it
-    /// for ever.
+    /// Rejects code that reads rows from the device, perhaps for this plan, and a forked child, where locks held at the
+    /// fork stay locked.
     fn check_not_reentrant(&self) -> Result<()> {
         for table in &self.shape.tables {
             table.check_process()?;
@@ -301,7 +311,7 @@ impl Plan {
         Ok(&self.shape.tables[table])
     }
 
-    /// The state once a backward may come.
+    /// The state of a plan that is ready for a backward.
     pub(super) fn trainable<'a>(&self, guard: &'a PlanGuard<'_, PlanState>) -> Result<MutexGuard<'a, PlanState>> {
         let state = guard.state();
         match state.stage {
@@ -341,7 +351,7 @@ fn state_after_wait<'a>(guard: &'a PlanGuard<'_, PlanState>, call: &str) -> Resu
     }
 }
 
-/// The state once every row is in its slot.
+/// The state of a plan whose rows are all in their slots.
 pub(super) fn placed_state<'a>(guard: &'a PlanGuard<'_, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
     let state = state_after_wait(guard, call)?;
     if state.stage == PlanStage::Fetched {
@@ -353,7 +363,7 @@ pub(super) fn placed_state<'a>(guard: &'a PlanGuard<'_, PlanState>, call: &str) 
     Ok(state)
 }
 
-/// The end of the time in which device tensors are changed outside of the core.
+/// Ends the period in which device tensors are changed outside of the Rust core.
 struct ExclusiveEndGuard<'a>(&'a PlanGuard<'a, PlanState>);
 
 impl Drop for ExclusiveEndGuard<'_> {

@@ -1,4 +1,4 @@
-//! Planning a batch over several tables at once.
+//! Planning of a batch over several tables.
 
 use std::sync::Arc;
 
@@ -15,33 +15,37 @@ use crate::memory;
 use crate::sync::{Mutex, lock};
 use crate::types::Id;
 
-/// Bytes that planning takes for each id at most: distinct ids, positions, slots, the transposed index, the deduper's table.
+/// Maximum number of bytes that planning uses per id: distinct ids, positions, slots, the transposed index, the
+/// deduper's table.
 const PLAN_BYTES_AN_ID: usize = 112;
-/// A plan has fewer ids than this.
+/// Exclusive upper bound of the number of ids of a plan.
 const MAX_IDS: usize = 1 << 30;
 
-/// A fixed list of features over tables. Feature `f` reads table `feature_tables[f]`. Features of one table are neighbours.
+/// A fixed list of features over tables. Feature `f` reads table `feature_tables[f]`. Features of one table are
+/// adjacent.
 #[derive(Debug)]
 pub struct Lookup {
     shape: Arc<LookupShape>,
-    /// As many as have been in use at once. Each keeps its memory for the next batch.
+    /// As many as have been in use at the same time. Each keeps its memory for the next batch.
     dedupers: Mutex<Vec<IdDeduper>>,
 }
 
 impl Lookup {
-    /// Errors: `Input` unless every table is given once and has features, as neighbours, in the tables' order.
+    /// Errors: `Input` unless every table is passed once and has features, which are adjacent and in the order of the
+    /// tables.
     pub fn new(tables: &[Table], feature_tables: &[usize]) -> Result<Self> {
         let tables = tables.iter().map(|table| Arc::clone(&table.inner)).collect();
         Ok(Self { shape: Arc::new(LookupShape::new(tables, feature_tables)?), dedupers: Mutex::default() })
     }
 
-    /// Plan a batch. `ids` is `[N]`, feature after feature; `feature_splits` is `[F + 1]` and says where each feature's ids begin.
+    /// Plans a batch. `ids` is `[N]`, feature after feature; `feature_splits` is `[F + 1]` and contains the start of
+    /// each feature's ids.
     pub fn plan(&self, ids: &[Id], feature_splits: &[i64], mode: PlanMode) -> Result<Plan> {
         self.plan_with_clicks(ids, feature_splits, mode, &[])
     }
 
-    /// As [`Lookup::plan`], with the clicks of the occurrences: `[N]`, or empty for none. Only
-    /// [`Admission::ShowClick`](crate::config::Admission::ShowClick) asks for them.
+    /// Like [`Lookup::plan`], with the clicks of the occurrences: `[N]`, or empty for none. Only
+    /// [`AdmissionRule::ShowClick`](crate::config::AdmissionRule::ShowClick) uses them.
     pub fn plan_with_clicks(&self, ids: &[Id], feature_splits: &[i64], mode: PlanMode, clicks: &[u32]) -> Result<Plan> {
         let shape = &self.shape;
         if !clicks.is_empty() {
@@ -66,7 +70,7 @@ impl Lookup {
             *planned = Some(TablePlan::new(Arc::clone(table), deduped, mode, clicks));
         });
         let tables = tables.into_iter().flatten().collect();
-        // From here on the drop of the plan gives back what was pinned, on errors too.
+        // Dropping the plan unpins its rows, on errors too.
         let plan = Plan::new(Arc::clone(shape), splits, mode, threads, tables);
         plan.start()?;
         Ok(plan)
@@ -91,7 +95,7 @@ fn check_splits(ids: usize, splits: &[i64], features: usize) -> Result<Vec<usize
             features + 1
         ));
     }
-    // Another thread may change what the caller lent, so a copy is checked and used.
+    // Another thread may modify the caller's buffer, so a copy is checked and used.
     let splits = splits.to_vec();
     if splits[0] != 0 || splits[features] != ids as i64 || splits.windows(2).any(|pair| pair[0] > pair[1]) {
         return refuse(format!("feature_splits={splits:?} must rise from 0 to the {ids} ids"));

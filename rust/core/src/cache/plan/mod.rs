@@ -1,5 +1,6 @@
-//! Batches. A [`Lookup`] plans a batch over several tables: it finds the distinct ids, pins what is in RAM and fetches the rest. A [`Plan`]
-//! then puts rows into the slots that kernels run on, runs the kernels or hands slots to Python, and commits or releases.
+//! Batches. A [`Lookup`] plans a batch over several tables: it finds the distinct ids, pins rows in RAM and loads the
+//! others. A [`Plan`] then places rows in the slots that kernels run on, runs the kernels or returns the slots to
+//! Python, and commits or releases.
 
 mod compute;
 mod given;

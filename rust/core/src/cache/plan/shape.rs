@@ -1,4 +1,4 @@
-//! What all plans of a lookup share.
+//! State shared by all plans of a lookup.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,13 +9,13 @@ use crate::error::{Error, Kind, Result};
 /// The features of a lookup, over its tables.
 pub(super) struct LookupShape {
     pub(super) tables: Vec<Arc<TableInner>>,
-    /// For each feature its table.
+    /// The table of each feature.
     pub(super) feature_tables: Vec<usize>,
-    /// For each table its features.
+    /// The features of each table.
     pub(super) table_features: Vec<Range<usize>>,
-    /// For each feature where its columns start in the pooled output.
+    /// The first column of each feature in the pooled output.
     pub(super) columns: Vec<usize>,
-    /// Columns of the pooled output: `C`.
+    /// Number of columns of the pooled output: `C`.
     pub(super) total_columns: usize,
 }
 
@@ -26,11 +26,12 @@ impl std::fmt::Debug for LookupShape {
 }
 
 impl LookupShape {
-    /// Errors: `Input` unless every table is given once and has features, as neighbours, in the tables' order.
+    /// Errors: `Input` unless every table is passed once and has features, which are adjacent and in the order of the
+    /// tables.
     pub(super) fn new(tables: Vec<Arc<TableInner>>, feature_tables: &[usize]) -> Result<Self> {
         let table_features = features_by_table(tables.len(), feature_tables)?;
         for (second, table) in tables.iter().enumerate() {
-            // One thread would take its locks twice, and wait for itself for ever.
+            // One thread would take its locks twice and deadlock.
             if let Some(first) = tables[..second].iter().position(|other| Arc::ptr_eq(other, table)) {
                 return Err(Error::new(
                     Kind::Input,
@@ -51,7 +52,7 @@ impl LookupShape {
         Ok(Self { tables, feature_tables: feature_tables.to_vec(), table_features, columns, total_columns })
     }
 
-    /// How many features there are.
+    /// Number of features.
     pub(super) fn features(&self) -> usize {
         self.feature_tables.len()
     }

@@ -1,5 +1,5 @@
-//! The gradient of the row that refused ids share. It is handed out as exact sums, so that the ranks that share a table can add theirs up,
-//! and comes back before the update.
+//! The gradient of the OOV row. It is returned as exact sums, so that the ranks that share a table can add theirs up,
+//! and is passed back before the update.
 #![allow(unsafe_code)]
 
 use super::handle::{Plan, check_len};
@@ -8,9 +8,9 @@ use crate::error::{Error, Kind, Result};
 use crate::kernels::{EXACT_PLACES, GradientView, Hyperparameters, OptimizerStep, add_up_exactly, rounded_row};
 
 impl Plan {
-    /// The sums of the gradients of the batch's refused ids, for each table with a shared row: the exact sum of each column
-    /// (`[D × EXACT_PLACES]`), and how many ids were refused. Those of several ranks are added up number by number. `grad` is that of
-    /// [`Plan::backward_pooled`].
+    /// Returns the sums of the gradients of the batch's ids that are not admitted, for each table with an OOV row: the
+    /// exact sum of each column (`[D × EXACT_PLACES]`), and the number of these ids. Sums of several ranks are added
+    /// element by element. `grad` is as for [`Plan::backward_pooled`].
     pub fn oov_gradient_sums_pooled(&self, grad: &[f32], threads: usize) -> Result<Vec<i64>> {
         let turn = self.lock_plan()?;
         let state = self.trainable(&turn)?;
@@ -26,7 +26,7 @@ impl Plan {
         Ok(sums)
     }
 
-    /// As [`Plan::oov_gradient_sums_pooled`], with the `grad` of [`Plan::backward_sequence`].
+    /// Like [`Plan::oov_gradient_sums_pooled`], with the `grad` of [`Plan::backward_sequence`].
     pub fn oov_gradient_sums_sequence(&self, grad: &[f32], threads: usize) -> Result<Vec<i64>> {
         let turn = self.lock_plan()?;
         let state = self.trainable(&turn)?;
@@ -43,8 +43,9 @@ impl Plan {
         Ok(sums)
     }
 
-    /// Say by which sums the commit of this plan trains the shared rows: those of [`Plan::oov_gradient_sums_pooled`], of all ranks together.
-    /// `hyperparameters` has one for each table of the lookup. Nothing changes before the commit.
+    /// Sets the sums by which the commit of this plan trains the OOV rows: those of [`Plan::oov_gradient_sums_pooled`],
+    /// added over all ranks. `hyperparameters` has one entry per table of the lookup. Nothing changes before the
+    /// commit.
     pub fn train_oov_row(&self, sums: &[i64], hyperparameters: &[Hyperparameters]) -> Result<()> {
         let turn = self.lock_plan()?;
         let mut state = self.trainable(&turn)?;
@@ -66,7 +67,7 @@ impl Plan {
 }
 
 impl PlanState {
-    /// Errors: `State` where ids were refused that share a row, and [`Plan::train_oov_row`] was not called.
+    /// Errors: `State` if ids of a table with an OOV row were not admitted and [`Plan::train_oov_row`] was not called.
     pub(super) fn check_oov_step(&self) -> Result<()> {
         let missing = |plan: &&TablePlan| {
             plan.has_oov_row() && plan.oov_step.is_none() && !plan.pins().not_admitted_positions().is_empty()
@@ -85,24 +86,26 @@ impl PlanState {
 }
 
 impl TablePlan {
-    /// Whether ids that are refused share a row, and train it.
+    /// True if ids that are not admitted share a row and train it.
     fn has_oov_row(&self) -> bool {
         self.table.has_oov_row()
     }
 
-    /// How many integers the sums of this table are.
+    /// Number of integers in the sums of this table.
     fn oov_sums_len(&self) -> usize {
         self.table.layout.dim * EXACT_PLACES + 1
     }
 
     fn add_oov_gradient(&self, gradient: &GradientView<'_>, threads: usize, sums: &mut Vec<i64>) {
         let refused = self.pins().not_admitted_positions();
-        // SAFETY: the index is of this table's occurrences in the batch, and the gradient has `D` floats for each of them.
+        // SAFETY: the index is of this table's occurrences in the batch, and the gradient has `D` floats for each of
+        // them.
         sums.extend(unsafe { add_up_exactly(&self.index, refused, gradient, self.table.layout.dim, threads) });
         sums.push(refused.len() as i64);
     }
 
-    /// What the commit is to do with the shared row: its gradient, and the update. `step` is the table's, with this one counted.
+    /// Returns the commit's update of the OOV row: its gradient and the optimizer step. `step` is the table's,
+    /// including this one.
     pub(super) fn oov_update(&self, step: u64) -> Option<(&[f32], OptimizerStep)> {
         let &OovStep { ref gradient, hyperparameters } = self.oov_step.as_ref()?;
         let kind = self.table.config.optimizer;

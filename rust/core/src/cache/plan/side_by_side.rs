@@ -1,5 +1,5 @@
-//! Work on the tables of a plan, side by side. Each table has locks of its own, so that a plan of many tables takes little longer than
-//! that of one where there are threads.
+//! Parallel work on the tables of a plan. Each table has its own locks, so with enough threads a plan of many tables
+//! takes little longer than a plan of one.
 
 use crate::cache::residency::PlanMode;
 use crate::error::{Error, Result};
@@ -7,34 +7,36 @@ use crate::kernels::threads::for_each_that_waits;
 use crate::logical_thread::CallContext;
 use crate::sync::{Mutex, lock};
 
-/// With fewer ids than this for each thread, a further thread costs more time than it saves.
+/// With fewer ids than this per thread, a further thread costs more time than it saves.
 const IDS_PER_THREAD: usize = 4096;
 
-/// The threads of a plan.
+/// Thread counts of a plan.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlanThreads {
-    /// So many tables are worked on at once.
+    /// Number of tables processed at the same time.
     pub(super) tables: usize,
-    /// So many threads work on one table.
+    /// Number of threads per table.
     pub(super) per_table: usize,
 }
 
 impl PlanThreads {
-    /// For a plan of tables with so many ids each. `all_on_device` says that the kernels of all tables run on device tiers.
+    /// Thread counts for a plan of tables with `ids` ids each. `all_on_device` is true if the kernels of all tables run
+    /// on device tiers.
     pub(super) fn of(mode: PlanMode, ids: impl Iterator<Item = usize> + Clone, all_on_device: bool) -> Self {
-        // A plan that is made ahead would take threads from kernels that work on the batch before.
+        // A prefetch plan would take threads from kernels that work on the previous batch.
         let threads = if mode.is_prefetch && !all_on_device { 1 } else { mode.threads };
         let (all, most) = (ids.clone().sum::<usize>(), ids.max().unwrap_or(0));
-        // Beside one table with most of the ids, which wants all threads for itself, few others are worth a thread.
+        // If one table has most of the ids and uses all threads, few other tables are worth a thread.
         let at_once = threads.min(all / most.max(IDS_PER_THREAD)).max(1);
         Self { tables: at_once, per_table: (mode.threads / at_once).max(1) }
     }
 }
 
-/// Do `work` for each table of a plan, `at_once` of them at a time, on behalf of the calling thread. All are done when this returns, also those
-/// after a table whose work has failed, so that what happens to a table does not depend on the number of threads.
+/// Does `work` for each table of a plan, `at_once` of them at a time, on behalf of the calling thread. All tables are
+/// processed, including those after a failed one, so that the effect on a table does not depend on the number of
+/// threads.
 ///
-/// Errors: that of the first table, in their order, whose work has one.
+/// Errors: that of the first failed table, in table order.
 pub(super) fn for_each_table<T: Send>(
     tables: impl Iterator<Item = T>,
     at_once: usize,

@@ -1,4 +1,4 @@
-//! The state of a plan: its part for each table, and how far it has come.
+//! The state of a plan: its stage, and its part for each table.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,23 +13,23 @@ use crate::kernels::{Hyperparameters, OptimizerStep, TransposedIndex};
 use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, NO_SLOT};
 
-/// How far a plan has come.
+/// Progress of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PlanStage {
-    /// Rows are pinned, and reads are under way.
+    /// Rows are pinned, and reads are in progress.
     Started,
-    /// Rows are to be copied to the device. Until [`Plan::scattered`](super::Plan::scattered) says that they were, their newest copies are
+    /// Rows are to be copied to the device. Until [`Plan::scattered`](super::Plan::scattered), their current copies are
     /// where they were.
     Fetched,
     /// Every row is in its slot.
     Placed,
-    /// Code outside of the core changes rows on the device. What follows is a commit, or the tables are torn.
+    /// Code outside of the Rust core changes rows on the device. Unless a commit follows, the tables are poisoned.
     Updating,
     Trained,
     Released,
 }
 
-/// What a pooled forward was given. Its backward needs it again.
+/// Arguments of a pooled forward, kept for its backward.
 pub(super) struct PooledArgs {
     /// `[F × B + 1]`
     pub(super) offsets: Vec<i64>,
@@ -39,11 +39,11 @@ pub(super) struct PooledArgs {
     pub(super) mean: Vec<bool>,
 }
 
-/// What a plan's turn protects.
+/// State guarded by the plan's lock.
 pub(super) struct PlanState {
     pub(super) tables: Vec<TablePlan>,
     pub(super) stage: PlanStage,
-    /// True if every table was found to have room for the batch.
+    /// True if the batch fits every table.
     pub(super) has_space: bool,
     pub(super) pooled: Option<PooledArgs>,
 }
@@ -55,17 +55,18 @@ impl std::fmt::Debug for PlanState {
 }
 
 impl PlanState {
-    /// Commit a step whose rows were updated outside of the core. The rows of all tables are updated by now: where one table was closed
-    /// meanwhile, and so has no rows any more, the others make the step, and the error says so.
+    /// Commits a step whose rows were updated outside of the Rust core. The rows of all tables are updated already: if
+    /// a table was closed concurrently and has no rows, the others complete the step, and the error reports the closed
+    /// table.
     pub(super) fn commit(&mut self, guard: &PlanGuard<'_, Self>, at_once: usize) -> Result<()> {
         let ended = for_each_table(self.tables.iter_mut(), at_once, |table| table.end_step(guard));
         self.stage = PlanStage::Trained;
         ended
     }
 
-    /// Checks that every table has room for a training batch, before rows of any of them are dropped for it.
+    /// Checks that a training batch fits every table, before rows of any table are dropped for it.
     ///
-    /// Errors: `Capacity`; those of the SSD tier. What the plan holds is given back then.
+    /// Errors: `Capacity`; those of the SSD tier. The plan is released then.
     pub(super) fn check_space(&mut self) -> Result<()> {
         let mut doubtful = self.tables.iter().filter(|table| !table.pins.has_space());
         if !self.has_space
@@ -78,7 +79,7 @@ impl PlanState {
         Ok(())
     }
 
-    /// Give back what the plan holds, without waiting for a table's lock.
+    /// Unpins the plan's rows without waiting for a table's lock.
     pub(super) fn release(&mut self) {
         if matches!(self.stage, PlanStage::Trained | PlanStage::Released) {
             return;
@@ -92,7 +93,7 @@ impl PlanState {
         }
     }
 
-    /// What the optimizer needs for its next step, for each table.
+    /// Returns the optimizer's parameters of the next step for each table.
     pub(super) fn next_steps(&self, hyperparameters: &[Hyperparameters]) -> Result<Vec<OptimizerStep>> {
         self.check_oov_step()?;
         let tables = self.tables.iter().zip(hyperparameters);
@@ -100,9 +101,9 @@ impl PlanState {
     }
 }
 
-/// How a batch trains a table's shared row, once that is said.
+/// The update of a table's OOV row by a batch.
 pub(super) struct OovStep {
-    /// `[D]`; `None` where the batch refused no id.
+    /// `[D]`; `None` if the batch has no id that is not admitted.
     pub(super) gradient: Option<Vec<f32>>,
     pub(super) hyperparameters: Hyperparameters,
 }
@@ -110,27 +111,27 @@ pub(super) struct OovStep {
 /// A plan's part for one table.
 pub(super) struct TablePlan {
     pub(super) table: Arc<TableInner>,
-    /// What the plan holds of the table.
+    /// The pins of the plan on the table.
     pins: PlanPins,
-    /// The occurrences of each distinct id. It is made only where a backward will ask for it; its slots are filled when the rows are in
-    /// place.
+    /// The occurrences of each distinct id. Built only if a backward will need it; its slots are filled when the rows
+    /// are placed.
     pub(super) index: TransposedIndex,
-    /// For each occurrence the position of its id among the distinct ones: `[N]`.
+    /// For each occurrence, the position of its id among the distinct ids: `[N]`.
     inverse: Vec<u32>,
-    /// For each occurrence its slot on the tier that kernels run on: `[N]`. It is filled when the rows are in place.
+    /// For each occurrence, its slot on the tier that kernels run on: `[N]`. Filled when the rows are placed.
     pub(super) occurrence_slots: Vec<CacheSlot>,
-    /// Rows that did not fit the budget of the tier that kernels run on.
+    /// Number of rows that did not fit the budget of the tier that kernels run on.
     pub(super) overflow_rows: u32,
-    /// What ids read that have no row and get none: `[D]`, or `None` for zeros.
+    /// The value that ids read if they have no row and are not admitted: `[D]`, or `None` for zeros.
     absent: Option<Vec<f32>>,
     /// Rows to scatter into the device tensors.
     fetched: FetchedRows,
-    /// Where the memory begins that was lent for these rows; 0 where none was.
+    /// Address of the caller's buffer for these rows; 0 if there is none.
     lent_at: usize,
-    /// How long reads were waited for before the second stage.
+    /// Time spent waiting for reads before the second stage.
     read_wait: Duration,
     is_placed: bool,
-    /// How this batch trains the table's shared row, once that is said.
+    /// The update of the table's OOV row by this batch, once it is set.
     pub(super) oov_step: Option<OovStep>,
 }
 
@@ -138,7 +139,7 @@ impl TablePlan {
     /// `clicks` are those of the occurrences: `[N]`, or empty for none.
     pub(super) fn new(table: Arc<TableInner>, ids: DedupedIds, mode: PlanMode, clicks: &[u32]) -> Self {
         let DedupedIds { unique, inverse } = ids;
-        // A plan that is made ahead would wait for threads that are at work for the batch before.
+        // A prefetch plan would wait for threads that work on the previous batch.
         let threads = if mode.is_prefetch { 1 } else { mode.threads };
         let transposed = || TransposedIndex::from_inverse(&inverse, unique.len(), threads);
         let index = if mode.train { transposed() } else { TransposedIndex::default() };
@@ -164,8 +165,8 @@ impl TablePlan {
         &self.pins
     }
 
-    /// The first stage: pin what is in RAM, and let `batch` read what is on SSD. On an error the pins taken so far are held, for the
-    /// release.
+    /// Stage 1: pins rows in RAM, and adds reads of rows on SSD to `batch`. On an error the pins taken before it are
+    /// kept until the release.
     pub(super) fn start(&mut self, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         self.table.lock()?.begin_plan(&mut self.pins, mode, batch)?;
         if self.table.sizing.is_on() {
@@ -174,7 +175,7 @@ impl TablePlan {
         Ok(())
     }
 
-    /// Wait for the reads that were begun in the first stage.
+    /// Waits for the reads started in stage 1.
     pub(super) fn wait_for_reads(&mut self) -> Result<()> {
         let started = Instant::now();
         let read = self.wait_for_loads();
@@ -182,7 +183,7 @@ impl TablePlan {
         read
     }
 
-    /// The second stage: every row gets its slot on the tier that kernels run on.
+    /// Stage 2: every row gets its slot on the tier that kernels run on.
     pub(super) fn place(
         &mut self,
         mode: PlanMode,
@@ -208,7 +209,7 @@ impl TablePlan {
         }
         let absent = mode.absent_read(&self.table.config);
         let slots_of = |slots: &[CacheSlot]| self.inverse.iter().map(|&id| slots[id as usize]).collect();
-        // Ids that get no row read the absent one, or the row that they would be born with. They are not updated in either case.
+        // Ids that are not admitted read the absent row or their initial value. They are not updated in either case.
         let with_births = (absent == AbsentRead::Initial).then(|| slots_of(&self.index.slots));
         for &position in self.pins.not_admitted_positions() {
             self.index.slots[position as usize] = NO_SLOT;
@@ -216,7 +217,7 @@ impl TablePlan {
         self.occurrence_slots = with_births.unwrap_or_else(|| slots_of(&self.index.slots));
         self.absent = match absent {
             AbsentRead::Value(value) if value != 0.0 => Some(vec![value; self.table.layout.dim]),
-            // The row of now, when it is decided which ids read it. The backward sees the same.
+            // The OOV row at the time of the admission decision. The backward uses the same values.
             AbsentRead::OovRow => self.table.lock()?.oov_row().map(|shared| shared.weights(self.table.layout).to_vec()),
             AbsentRead::Value(_) | AbsentRead::Initial => None,
         };
@@ -224,7 +225,7 @@ impl TablePlan {
         Ok(())
     }
 
-    /// What ids read that have no row and get none: `[D]`, or `None` for zeros.
+    /// The value that ids read if they have no row and are not admitted: `[D]`, or `None` for zeros.
     pub(super) fn absent(&self) -> Option<&[f32]> {
         self.absent.as_deref()
     }
@@ -256,7 +257,8 @@ impl TablePlan {
         {
             let mut held = self.table.lock()?;
             if mode.train {
-                // Rows that an evaluation brought in, or that turned out not to be on SSD, count once training uses them.
+                // Rows that an evaluation loaded, or that turned out to be absent on SSD, are pledged once training
+                // uses them.
                 held.check_pledge(&mut self.pins)?;
             }
             held.admit_rest(&mut self.pins, mode)?;
@@ -282,19 +284,20 @@ impl TablePlan {
         Ok(())
     }
 
-    /// Bury those of the rows that a sweep takes, once all have their slots.
+    /// Activates the plan once all rows have their slots: removes the rows that a sweep matches.
     fn activate(&mut self, mode: PlanMode) -> Result<()> {
         let mut held = self.table.lock()?;
         held.activate_plan(&self.pins)?;
         if mode.train { held.check_pledge(&mut self.pins) } else { Ok(()) }
     }
 
-    /// Decide which ids get no row, once all others have their slots.
+    /// Decides which ids are not admitted, once all others have their slots.
     fn decide_admission_in_host(&mut self, mode: PlanMode) -> Result<()> {
         loop {
             {
                 let mut held = self.table.lock()?;
-                // While reads were waited for, another batch may have counted ids that wait, or given them rows.
+                // While this thread waited for reads, another batch may have counted waiting ids or inserted their
+                // rows.
                 held.admit_rest(&mut self.pins, mode)?;
                 if !self.pins.has_loads() {
                     held.activate_plan(&self.pins)?;
@@ -307,14 +310,14 @@ impl TablePlan {
         }
     }
 
-    /// Wait for every read that this plan depends on, and have it finished. The table's lock is not held while waiting.
+    /// Waits for every read that this plan depends on, and finishes it. Does not hold the table's lock while waiting.
     fn wait_for_loads(&mut self) -> Result<()> {
         let mut counted_until = Instant::now();
         let mut first_error = None;
         for load in self.pins.take_loads() {
             load.wait();
             let mut held = self.table.lock_any()?;
-            // A load that only other plans need may fail without touching this plan's rows.
+            // A load that only other plans need may fail without affecting this plan's rows.
             if let Err(error) = held.finish_load(&load)
                 && held.has_failed(&self.pins)
             {
@@ -327,9 +330,9 @@ impl TablePlan {
         first_error.map_or(Ok(()), |error| Err(self.table.in_table(error)))
     }
 
-    /// What is to be scattered. It is handed out once. `lent` is the memory that was lent for the rows.
+    /// Returns the rows to scatter, once. `lent` is the caller's buffer for the rows.
     ///
-    /// Errors: `Input` where the rows are in lent memory, and `lent` is not that.
+    /// Errors: `Input` if the rows are in a caller's buffer other than `lent`.
     pub(super) fn take_fetched(&mut self, lent: &mut [f32]) -> Result<FetchedRows> {
         let floats = self.table.floats() * self.fetched.slots.len();
         let is_theirs = lent.as_ptr().addr() == self.lent_at && lent.len() >= floats;
@@ -342,8 +345,8 @@ impl TablePlan {
         Ok(fetched)
     }
 
-    /// The third stage of a table with a device tier: the rows were scattered, and their newest copies are on the device from now on. This
-    /// fails only where the table was closed or torn, and so has no rows that could be wrong.
+    /// Stage 3 of a table with a device tier: the rows were scattered, and the device has their current copies. Fails
+    /// only if the table was closed or poisoned, and so has no rows that could be wrong.
     pub(super) fn promote(&mut self, guard: &PlanGuard<'_, PlanState>) -> Result<()> {
         let rows = self.table.has_device().then(|| self.table.writing_rows_or_exclusive(guard)).transpose()?;
         let mut held = self.table.lock_any()?;
@@ -354,8 +357,8 @@ impl TablePlan {
         Ok(())
     }
 
-    /// The rows of the batch are about to be updated: copy what a moment wants of them. A kernel updates them in `tensors`, where those
-    /// of a device tier are in RAM.
+    /// Called before the rows of the batch are updated: keeps copies of the rows that a snapshot needs. A kernel
+    /// updates them in `tensors` if the rows of a device tier are in RAM.
     pub(super) fn keep_pre_images(&self, rows: &RowUseGuard<'_>, tensors: Option<&DeviceTensors<'_>>) {
         let (table, has_moment) = (&*self.table, self.table.has_snapshot(rows));
         let may_sweep = table.has_device() && table.config.eviction.is_some();
@@ -371,11 +374,11 @@ impl TablePlan {
             }
             Ok(())
         };
-        // A table that is closed or torn has no use for it, and nothing else fails.
+        // A closed or poisoned table does not need the copies, and nothing else fails.
         drop(table.with_device_rows(rows, || table.lock_any(), keep));
     }
 
-    /// Commit a step whose rows were updated outside of the core, and give back the pins.
+    /// Commits a step whose rows were updated outside of the Rust core, and unpins the rows.
     fn end_step(&mut self, guard: &PlanGuard<'_, PlanState>) -> Result<()> {
         let rows = self.table.reading_rows_or_exclusive(guard)?;
         let keep = |held: &mut TableGuard<'_>| {
@@ -389,8 +392,8 @@ impl TablePlan {
         Ok(())
     }
 
-    /// Commit a step of the core's kernels, and give back the pins. Whoever copies rows is kept out by `rows` from the first update until
-    /// the rows' metadata and the table's step say so too.
+    /// Commits a step of the native kernels, and unpins the rows. `rows` excludes threads that copy rows from the first
+    /// update until the rows' metadata and the table's step are updated too.
     pub(super) fn end_kernels_step(&mut self, rows: RowUseGuard<'_>) -> Result<()> {
         let mut held = self.table.lock_any()?;
         self.train(&mut held);
@@ -400,7 +403,7 @@ impl TablePlan {
         Ok(())
     }
 
-    /// Record the step: of the rows of the batch, and of the shared row.
+    /// Records the step in the rows of the batch, and updates the OOV row.
     fn train(&self, guard: &mut TableGuard<'_>) {
         guard.train(&self.pins, &self.index.slots, &self.index.starts);
         if let Some((gradient, step)) = self.oov_update(guard.counters().step) {
@@ -415,12 +418,13 @@ impl TablePlan {
 
     /// Returns the slot after the highest one that kernels read or write for this plan.
     pub(super) fn slots_end(&self) -> CacheSlot {
-        // Those of the index are among these. Ids that were not admitted may read slots that the index has not.
+        // These include the slots of the index. Ids that are not admitted may read slots that are not in the index.
         self.occurrence_slots.iter().filter(|&&slot| slot != NO_SLOT).max().map_or(0, |&slot| slot + 1)
     }
 }
 
-/// How often each distinct id of a batch occurs, and its clicks. `clicks` are those of the occurrences: `[N]`, or empty for none.
+/// Counts the occurrences and the clicks of each distinct id of a batch. `clicks` are those of the occurrences: `[N]`,
+/// or empty for none.
 fn count_demand(index: &TransposedIndex, clicks: &[u32]) -> PlanDemand {
     let of_row = |pair: &[u32]| {
         let of_row = &index.occurrences[pair[0] as usize..pair[1] as usize];

@@ -1,4 +1,4 @@
-//! Where kernels find rows: the arena of a host tier, or tensors of a device tier in RAM.
+//! Storage of the rows that kernels use: the arena of a host tier, or tensors of a device tier in RAM.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::kernels::TensorRows;
 use crate::rows::{RowArena, RowLayout};
 use crate::types::CacheSlot;
 
-/// Where the kernels of one table find its rows.
+/// The rows of one table, for kernels.
 pub(super) enum KernelRows<'a, 't> {
     Arena(Arc<RowArena>, RowLayout),
     /// The tensors have a row of the layout in each slot of the plan.
@@ -17,9 +17,9 @@ pub(super) enum KernelRows<'a, 't> {
 }
 
 impl<'a, 't> KernelRows<'a, 't> {
-    /// For each table where its rows are. `device` gives the tensors of those with a device tier.
+    /// Returns the rows of each table. `device` has the tensors of tables with a device tier.
     ///
-    /// Errors: `Input` where tensors are missing, too small, or given for a table without a device tier.
+    /// Errors: `Input` if tensors are missing, too small, or passed for a table without a device tier.
     pub(super) fn of(tables: &[TablePlan], device: &'a mut [Option<DeviceTensors<'t>>]) -> Result<Vec<Self>> {
         let mut device: Vec<Option<&'a mut DeviceTensors<'t>>> = device.iter_mut().map(Option::as_mut).collect();
         device.resize_with(tables.len(), || None);
@@ -45,7 +45,7 @@ impl<'a, 't> KernelRows<'a, 't> {
         Err(Error::new(Kind::Input, message))
     }
 
-    /// The tensors, where the rows are on a device tier.
+    /// The tensors, if the rows are on a device tier.
     pub(super) fn tensors(&self) -> Option<&DeviceTensors<'t>> {
         match self {
             Self::Arena(..) => None,
@@ -71,7 +71,7 @@ fn check_tensors(tensors: &DeviceTensors<'_>, layout: RowLayout, slots: CacheSlo
     ))
 }
 
-/// The addresses of tensors that have rows of this layout, for a kernel. They are valid as long as the tensors are borrowed.
+/// The addresses of tensors with rows of this layout, for a kernel. They are valid as long as the tensors are borrowed.
 pub(super) fn tensor_addresses(tensors: &mut DeviceTensors<'_>, layout: RowLayout) -> TensorRows {
     let mut vector_slots = [std::ptr::null_mut(); 2];
     for (address, slot) in vector_slots.iter_mut().zip(&mut tensors.vector_slots) {
@@ -85,7 +85,7 @@ pub(super) fn tensor_addresses(tensors: &mut DeviceTensors<'_>, layout: RowLayou
     }
 }
 
-/// Run `$body` with `$rows` bound to the row store in `$where`, a `&mut Rows`.
+/// Runs `$body` with `$rows` bound to the row store in `$where`, a `&mut KernelRows`.
 macro_rules! with_rows {
     ($where:expr, $rows:ident => $body:expr) => {
         match $where {

@@ -1,4 +1,5 @@
-//! The first stage of a plan: its rows that are in the host tier are pinned there, and the others get host slots, to be born or read.
+//! Stage 1 of a plan: pins its rows in the host tier, and takes host slots for the others, which are initialized or
+//! read.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,43 +14,43 @@ use crate::slots::RowState;
 use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Rows whose reads are submitted together. The disk works on them while room is made for the next ones.
+/// Number of rows whose reads are submitted together. The disk serves them while space is freed for the next ones.
 const ROWS_PER_SUBMISSION: usize = 4096;
 
-/// Ids that one thread looks for at a time.
+/// Number of ids that one thread looks up at a time.
 const IDS_PER_PIECE: usize = 8192;
-/// What it costs to look for an id, in floats touched.
+/// Cost of looking up an id, in floats touched.
 const COST_OF_LOOK_UP: u64 = 8;
 
-/// Some ids of a plan that are not in RAM.
+/// Ids of a plan that are not in RAM.
 #[derive(Clone, Copy)]
 struct MissingIds<'a> {
     /// Positions in the plan's distinct ids: `[n]`.
     positions: &'a [u32],
     /// `[n]`
     ids: &'a [Id],
-    /// Whether the SSD tier may have the row: `[n]`.
+    /// True if the SSD tier may have the row: `[n]`.
     on_ssd: &'a [bool],
 }
 
-/// Is given ids with the slots in which their rows are to be born.
+/// Receives ids with the slots in which their rows are to be initialized.
 type NewRowSink<'a> = dyn FnMut(&[(Id, CacheSlot)]) + 'a;
 
-/// Host slots that were taken for ids.
+/// Host slots taken for ids.
 struct AdmittedSlots {
-    /// Rows that are to be read.
+    /// Rows to read.
     reads: Vec<(Id, CacheSlot)>,
-    /// Rows that are to be born.
+    /// Rows to initialize.
     new_rows: Vec<(Id, CacheSlot)>,
-    /// How many ids need no slot, because they read zeros.
+    /// Number of ids that need no slot, because they read zeros.
     zeros: u64,
-    /// Why not all ids got slots. What is in the lists is carried through all the same.
+    /// An error if not all ids got slots. The rows in the lists are processed in any case.
     outcome: Result<()>,
 }
 
 impl Residency {
-    /// Begin a plan: pin what is in RAM, and let `batch` read what is on SSD. On an error the pins taken so far stay in `pins`, to be
-    /// released.
+    /// Starts a plan: pins rows in RAM, and adds reads of rows on SSD to `batch`. On an error the pins taken before it
+    /// stay in `pins`, to be released.
     pub(crate) fn begin_plan(&mut self, pins: &mut PlanPins, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         let started = Instant::now();
         self.finish_ready_loads();
@@ -71,12 +72,12 @@ impl Residency {
         Ok(())
     }
 
-    /// Give host slots to the ids that a plan has left for later, now with overflow where the budget ends and with room that other rows make,
-    /// and to those that waited for other batches to count them.
+    /// Takes host slots for the ids that a plan has deferred, with overflow beyond the budget and space freed by other
+    /// rows, and for ids that waited for other batches to count them.
     pub(crate) fn admit_rest(&mut self, pins: &mut PlanPins, mode: PlanMode) -> Result<()> {
         let mut positions = std::mem::take(&mut pins.unplaced);
         positions.append(&mut pins.deferred);
-        // As long as nothing was committed or imported, no more is known of those that wait.
+        // Unless something was committed or imported, the prediction for the waiting ids is unchanged.
         if pins.waiting.version != self.context.version() {
             positions.append(&mut std::mem::take(&mut pins.waiting).positions);
         }
@@ -93,7 +94,7 @@ impl Residency {
         admitted
     }
 
-    /// Pin every id of a plan in the host tier. Ids that are not there are admitted.
+    /// Pins every id of a plan in the host tier. Takes host slots for missing ids.
     fn pin_all(&mut self, pins: &mut PlanPins, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         let host = Arc::make_mut(&mut pins.host);
         look_up(self.host.slots.index(), &pins.ids, host, if mode.is_prefetch { 1 } else { mode.threads });
@@ -108,7 +109,7 @@ impl Residency {
         self.pin_found(pins, all, mode, batch)
     }
 
-    /// Pin the ids at `positions`, whose host slots were just looked up. Those without one are admitted.
+    /// Pins the ids at `positions`, whose host slots were just looked up. Takes slots for those without one.
     fn pin_found(
         &mut self,
         pins: &mut PlanPins,
@@ -134,7 +135,7 @@ impl Residency {
             }
             let row = self.host.slots.state(slot);
             if row.has(RowState::FAILED) {
-                // Only pinned slots may stand in a hold, since its release unpins them all.
+                // `pins` may contain only pinned slots, because the release unpins all of them.
                 host[position as usize] = NO_SLOT;
                 rest.for_each(|unpinned| host[unpinned as usize] = NO_SLOT);
                 return Err(self.unread_row_error(pins.ids[position as usize]));
@@ -158,14 +159,14 @@ impl Residency {
         if missing.is_empty() { Ok(()) } else { self.admit(pins, missing, mode, batch) }
     }
 
-    /// Note that a plan, which trains them, holds so many more provisional rows.
+    /// Records that a training plan holds `new_rows` more provisional rows.
     pub(super) fn pledge(&mut self, pins: &mut PlanPins, new_rows: u64) {
         self.counts.pledge(new_rows);
         pins.pledged += new_rows;
     }
 
-    /// Check that there is room for all rows of a training plan that may be born. Reads that found rows absent since the plan began have
-    /// made more of them. Errors as [`Residency::check_capacity`].
+    /// Checks that all rows that a training plan may insert fit. Their number has grown if reads found rows absent
+    /// since the plan started. Errors: as [`Residency::check_capacity`].
     pub(crate) fn check_pledge(&mut self, pins: &mut PlanPins) -> Result<()> {
         if pins.absent_reads_before != self.absent_reads {
             pins.absent_reads_before = self.absent_reads;
@@ -177,8 +178,8 @@ impl Residency {
         self.check_capacity(0, &pins.ids)
     }
 
-    /// Make a plan wait for every load under way, because some of its rows are among them. To wait for more than that costs little: loads
-    /// end in about the order in which they began.
+    /// Makes a plan wait for every load in progress, because some of its rows are among them. Waiting for the others
+    /// costs little, because loads finish in about the order in which they started.
     pub(super) fn wait_for_all_loads(&self, pins: &mut PlanPins) {
         for load in &self.loads {
             if !pins.loads.iter().any(|other| Arc::ptr_eq(other, load)) {
@@ -187,12 +188,13 @@ impl Residency {
         }
     }
 
-    /// Whether the read of some row of a plan failed.
+    /// True if the read of some row of a plan failed.
     pub(crate) fn has_failed(&self, pins: &PlanPins) -> bool {
         pins.host.iter().any(|&slot| slot != NO_SLOT && self.host.slots.state(slot).has(RowState::FAILED))
     }
 
-    /// Give host slots to ids that are not in RAM. Rows that the SSD tier does not have are born at once, the others are read.
+    /// Takes host slots for ids that are not in RAM. Rows that are not on SSD are initialized immediately, the others
+    /// are read.
     fn admit(
         &mut self,
         pins: &mut PlanPins,
@@ -212,7 +214,7 @@ impl Residency {
         self.admit_all(pins, &positions, &on_ssd, mode, batch)
     }
 
-    /// Without the ids that are not on SSD and would not be admitted as far as is known. They wait, without a slot.
+    /// Removes the ids that are not on SSD and are predicted not to be admitted. They wait without a slot.
     fn without_not_admitted(
         &self,
         pins: &mut PlanPins,
@@ -222,7 +224,7 @@ impl Residency {
         let missing = positions.iter().zip(on_ssd).filter(|(_, there)| !**there).map(|(&position, _)| position);
         let (mut candidates, admitted) = self.admits(pins, missing);
         let (mut kept, mut kept_on_ssd) = (Vec::new(), Vec::new());
-        // Mostly all wait, so they stay where they are and the others leave.
+        // Mostly all ids wait, so the list of waiting ids is filtered in place.
         let mut decided = admitted.iter();
         let mut of_position = on_ssd.iter();
         positions.retain(|&position| {
@@ -241,8 +243,8 @@ impl Residency {
         (kept, kept_on_ssd)
     }
 
-    /// Give host slots to ids that are not in RAM, all of which get one. A plan that begins defers rows for which others have to go: none goes
-    /// before it is known that all tables have room for the batch.
+    /// Takes host slots for ids that are not in RAM, all of which get one. A plan that starts defers rows that need
+    /// other rows to be evicted: none is evicted before all tables are known to fit the batch.
     fn admit_all(
         &mut self,
         pins: &mut PlanPins,
@@ -273,7 +275,7 @@ impl Residency {
         })
     }
 
-    /// Give host slots to some ids that are not in RAM. `batch` reads their rows, or `initialize` is given them.
+    /// Takes host slots for some ids that are not in RAM. `batch` reads their rows, or the sink receives the new rows.
     fn admit_part(
         &mut self,
         pins: &mut PlanPins,
@@ -285,14 +287,14 @@ impl Residency {
         if let Err(error) = self.make_host_space(wanted as u32)
             && mode.train
         {
-            // An evaluation reads on after a failed write, in the overflow.
+            // After a failed write, an evaluation continues to read, in the overflow.
             return Err(error);
         }
-        // This comes before anything changes, because what is begun below is carried through.
+        // This precedes any change, because the work started below must be completed.
         let rows = if mode.is_prefetch { wanted.min(self.host.slots.free_slots() as usize) } else { wanted };
         self.host.reserve(rows)?;
         let AdmittedSlots { reads, new_rows: born, zeros, outcome: refused } = self.take_slots(pins, missing, mode);
-        // Ids that are left for later are counted then. Whether those that are read are on SSD is known when they were.
+        // Deferred ids are counted when they are placed. Rows being read count as hits or misses after the read.
         let missing = born.len() as u64 + zeros;
         self.traffic.host.misses += missing + reads.len() as u64;
         self.traffic.ssd_misses += missing;
@@ -307,7 +309,7 @@ impl Residency {
         refused
     }
 
-    /// Take host slots for ids that are not in RAM, where rows will be born or read, and pin them.
+    /// Takes and pins host slots for ids that are not in RAM, whose rows will be initialized or read.
     fn take_slots(&mut self, pins: &mut PlanPins, missing: MissingIds<'_>, mode: PlanMode) -> AdmittedSlots {
         let leaves_out = !mode.train && !mode.reads_initial(&self.context.config);
         let read = leaves_out.then(|| RowsToRead::of(missing));
@@ -319,7 +321,8 @@ impl Residency {
             if there { &mut reads } else { &mut born }.push((id, slot));
         }
         self.counts.became_provisional(born.len() as u64);
-        // After an error, rows that are LOADING by now must be read all the same, since other plans may find them and wait for them.
+        // After an error, rows in state LOADING must be read nevertheless, because other plans may find them and wait
+        // for them.
         if refused.is_ok() {
             pins.unplaced.extend_from_slice(&wanted.positions[slots.len()..]);
         }
@@ -327,8 +330,8 @@ impl Residency {
         AdmittedSlots { reads, new_rows: born, zeros, outcome: refused }
     }
 
-    /// Pin slots that were just taken for the first of the ids at `positions`: together with those that the plan has pinned so far, where these
-    /// are all of one group, else one by one.
+    /// Pins slots that were just taken for the first ids at `positions`: in the plan's pin group if all of its pins are
+    /// in one group, else one by one.
     fn pin_taken(&mut self, pins: &mut PlanPins, positions: &[u32], slots: &[CacheSlot]) {
         let taken = positions.iter().copied().zip(slots.iter().copied());
         if let Some(group) = &pins.group
@@ -345,7 +348,7 @@ impl Residency {
     }
 }
 
-/// Those of some missing ids that may be on SSD.
+/// The missing ids that may be on SSD.
 struct RowsToRead {
     positions: Vec<u32>,
     ids: Vec<Id>,
@@ -364,7 +367,8 @@ impl RowsToRead {
     }
 }
 
-/// Write the slot of each of `ids` `[U]` to `slots` `[U]`, or `NO_SLOT` where the index lacks the id, on up to `threads` threads.
+/// Writes the slot of each of `ids` `[U]` to `slots` `[U]`, or `NO_SLOT` if the index does not have the id, on up to
+/// `threads` threads.
 fn look_up(index: &SlotIndex, ids: &[Id], slots: &mut [CacheSlot], threads: usize) {
     let together = if threads > 1 { IDS_PER_PIECE } else { ids.len().max(1) };
     let pieces = ids.chunks(together).zip(slots.chunks_mut(together));
@@ -372,10 +376,11 @@ fn look_up(index: &SlotIndex, ids: &[Id], slots: &mut [CacheSlot], threads: usiz
     parallel_pipeline(threads, ids.len() as u64 * COST_OF_LOOK_UP, look, |give| pieces.for_each(give));
 }
 
-/// The positions in `host` `[U]` without a slot, and the slots of the others; where all have one, these are not listed.
+/// Returns the positions in `host` `[U]` without a slot, and the slots of the others; the slots are not listed if no
+/// position lacks one.
 ///
-/// Each is written to both lists, and stays in one: nobody can foresee which, so there is no branch. The room is exact but for one, since
-/// the allocator may keep what is given back.
+/// Each entry is written to both lists and kept in one: the outcome is unpredictable, so there is no branch. The
+/// capacity is exact except for one entry, because the allocator may not return excess memory.
 fn split_found(host: &[CacheSlot]) -> (Vec<u32>, Vec<CacheSlot>) {
     let absent = host.iter().filter(|&&slot| slot == NO_SLOT).count();
     if absent == 0 {

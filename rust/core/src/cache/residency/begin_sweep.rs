@@ -1,4 +1,5 @@
-//! The beginning of a sweep: by which rule, whether the one before has to end first, and what is carried on from it.
+//! Start of a sweep: its rule, whether the previous sweep has to finish first, and the progress it inherits from that
+//! sweep.
 
 use super::Residency;
 use super::judge::SweepMatcher;
@@ -15,14 +16,16 @@ impl Residency {
         every.is_some_and(|every| step.is_multiple_of(every.get()))
     }
 
-    /// The sweep of now by the table's rule, or by the rule that is given for it. `None` where the table has no rule.
+    /// Returns the sweep for the current step by the table's rule, or by `rule` if it is passed. `None` if the table
+    /// has no rule.
     ///
-    /// Errors: `State` where the table's rule has to be given and is not, or the other way round; `Config` for a rule that is out of range.
+    /// Errors: `State` if a per-sweep rule is missing, or a rule is passed to a table that does not take one; `Config`
+    /// if the rule is out of range.
     fn current_sweep(&self, rule: Option<&EvictionRule>) -> Result<Option<ExpirySweep>> {
         self.sweep_after(self.step, rule)
     }
 
-    /// As [`Residency::current_sweep`], after this step.
+    /// Like [`Residency::current_sweep`], but after `step`.
     fn sweep_after(&self, step: u64, sweep_rule: Option<&EvictionRule>) -> Result<Option<ExpirySweep>> {
         let config = &self.context.config;
         let own = config.eviction.as_ref().map(|eviction| &eviction.rule);
@@ -46,17 +49,18 @@ impl Residency {
         Ok(Some(ExpirySweep::after(step, rule, config.score_half_life_steps)))
     }
 
-    /// Do what can fail of [`Residency::begin_sweep`] with this rule, which does not fail then before the next step. No row is missing by it.
+    /// Does the fallible part of [`Residency::begin_sweep`] with this rule, which then cannot fail before the next
+    /// step. Removes no row by the new sweep.
     ///
-    /// Errors: as there. The sweep under way is as it was then, but that it may have gone on.
+    /// Errors: those of [`Residency::begin_sweep`]. The sweep in progress is kept, and may have advanced.
     pub(crate) fn prepare_sweep(&mut self, rule: Option<&EvictionRule>) -> Result<()> {
         let Some(sweep) = self.current_sweep(rule)? else { return Ok(()) };
         self.finish_previous_sweep(&sweep)
     }
 
-    /// Let the sweep under way come to its end, if `sweep` cannot go on in its place. Rows that it spares are kept beside.
+    /// Finishes the sweep in progress, unless `sweep` can continue in its place. Its deferred rows are kept separately.
     fn finish_previous_sweep(&mut self, sweep: &ExpirySweep) -> Result<()> {
-        // Of rows that came in since, a sweep that goes on in the place of another one could not tell by which of the two they die.
+        // For rows added since the start, a replacing sweep could not distinguish which of the two sweeps expires them.
         let goes_on = |before: &SweepProgress| !before.rows_added && sweep.covers(&before.matcher.sweep);
         if self.sweep.as_ref().is_none_or(goes_on) {
             return Ok(());
@@ -68,16 +72,17 @@ impl Residency {
         Ok(())
     }
 
-    /// Apply the table's rule to the rows of now, or the rule that is given where the table's says that one is. Nothing where the table has
-    /// none.
+    /// Applies the table's rule to the current rows, or `rule` if the table takes a rule per sweep. Does nothing if the
+    /// table has no rule.
     ///
-    /// Errors: `State`, `Config` where a rule is given or missing and should not be; those of [`Residency::finish_sweep`], of a sweep that is
-    /// under way and took other rows, which this one waits for.
+    /// Errors: `State` or `Config` if a rule is passed or missing and should not be; those of
+    /// [`Residency::finish_sweep`], for a sweep in progress that matches other rows and must finish first.
     pub(crate) fn begin_sweep(&mut self, rule: Option<&EvictionRule>) -> Result<()> {
         let Some(sweep) = self.current_sweep(rule)? else { return Ok(()) };
         let found_all = |before: &ExpirySweep| before.step == sweep.step && before.covers(&sweep);
         if self.last_sweep.as_ref().is_some_and(found_all) {
-            // It would find what the one before has left. It is noted all the same, as by ranks whose rows have changed since.
+            // It would match only rows that the previous sweep has deferred. It is recorded nevertheless, as on ranks
+            // whose rows have changed since.
             self.record_sweep(&sweep);
             return Ok(());
         }
@@ -87,7 +92,7 @@ impl Residency {
         self.version_after_sweep = Some(self.context.version());
         let (host, device) = (&self.host.slots, self.device.as_ref().map(|tier| &tier.slots));
         let slots = (host.high_water(), device.map_or(0, SlotMap::high_water));
-        // A sweep that takes all that the one before takes goes on where that one is, so that each slot and each record has its turn.
+        // A sweep that covers the previous one continues from its position, so that every slot and record is visited.
         let mut before = self.sweep.take();
         let judge = match &mut before {
             Some(before) => SweepMatcher::replacing(&mut before.matcher, sweep, self.epoch, self.has_notifier()),
@@ -97,7 +102,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Note a sweep for later deltas.
+    /// Records a sweep for later deltas.
     fn record_sweep(&mut self, sweep: &ExpirySweep) {
         if let Some(forgotten) = self.history.record_sweep(self.epoch, sweep) {
             tracing::info!(
@@ -108,10 +113,11 @@ impl Residency {
         }
     }
 
-    /// A step is about to be committed. Where a sweep is due after it, and the one before has to end first, let that come to its end now as far
-    /// as it reads rows from the device: after the commit nothing is read from there. What fails is tried again after the step.
+    /// Called before a step is committed. If a sweep is due after the step and the previous one must finish first,
+    /// finishes it as far as it reads rows from the device, because nothing is read from the device after the commit.
+    /// Other failures are retried after the step.
     ///
-    /// Errors: the one that says that rows are to be read from the device first.
+    /// Errors: the error that requests reads from the device.
     pub(crate) fn prepare_sweep_after_step(&mut self) -> Result<()> {
         let next = self.step + 1;
         if self.device.is_none() || !self.has_sweep() || !self.is_sweep_due_at(next) {
@@ -130,8 +136,8 @@ impl Residency {
         }
     }
 
-    /// A step was committed: begin a sweep if one is due. What may fail is the end of the sweep before, which rows came in to. That one goes on
-    /// then, and the next sweep comes when it is due.
+    /// Called after a step was committed: starts a sweep if one is due. Only finishing the previous sweep, to which
+    /// rows were added, can fail. That sweep then continues, and the next one starts when it is due.
     pub(crate) fn sweep_after_step(&mut self) {
         if self.is_sweep_due_at(self.step)
             && let Err(error) = self.begin_sweep(None)

@@ -1,7 +1,7 @@
-//! Rows that a sweep takes: whether a row is dead, and how it leaves the tiers.
+//! Removal of expired rows: matching rows against a sweep's rule, and taking the matched rows out of the tiers.
 //!
-//! A row that no plan has pinned leaves its slot. One that a plan has pinned and does not use yet becomes, where it is, the row that its id
-//! would be born with, so that the plan finds what it would find if the row had never been there.
+//! An unpinned row leaves its slot. A row that is pinned by a plan which does not use it yet gets its initial value in
+//! place, so that the plan finds the same value as if the row had never existed.
 #![allow(unsafe_code)]
 
 use super::Residency;
@@ -16,12 +16,12 @@ use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// The newest copy of the row is on SSD still, or in a tier below.
+/// The current copy of the row is still on SSD or in a tier below.
 const UNREAD: RowState = RowState::LOADING.with(RowState::FAILED);
 
 impl Residency {
-    /// Judge the row in a slot of the host tier: if it is dead, add it to `expired`. Where that cannot be said yet, or a plan in place uses
-    /// the row, add it to `deferred`. A slot whose row is not born, or is newer on the device, has nothing to judge.
+    /// Matches the row in a host slot: adds it to `expired` if it matches, or to `deferred` if it cannot be matched yet
+    /// or an active plan uses it. Skips slots whose row is provisional or has its current copy on the device.
     pub(super) fn match_in_host(
         &mut self,
         slot: CacheSlot,
@@ -52,18 +52,18 @@ impl Residency {
         }
     }
 
-    /// A slot of the host tier, where no plan that is in place uses its row.
+    /// Returns write access to a host slot, unless an active plan uses its row.
     fn unused_slot(&mut self, slot: CacheSlot, id: Id) -> Option<WriteAccess> {
         if let Some(idle) = self.host.unpinned(slot) {
             return Some(idle);
         }
-        // SAFETY: kernels use only the rows of plans that are in place, and this id is in none of them. A plan comes in place under the
-        // table's lock, which whoever uses the slot holds until then.
+        // SAFETY: kernels use only rows of active plans, and this id is in none of them. A plan becomes active under
+        // the table's lock, which the user of the slot holds until then.
         (!self.active_plans.has(id)).then(|| unsafe { self.host.pinned_unused(slot) })
     }
 
-    /// The dead ones among the rows in some slots of the device tier. Those that plans in place use, or are about to bring there, are added
-    /// to `deferred`.
+    /// Returns the matching rows among some device slots. Rows that active plans use or are about to load are added to
+    /// `deferred`.
     ///
     /// Errors: those of reads from the device.
     pub(super) fn match_on_device(
@@ -105,7 +105,7 @@ impl Residency {
         Ok(dead)
     }
 
-    /// Bury rows of the host tier, which `matcher` takes. On an error none is buried.
+    /// Removes rows of the host tier that `matcher` matches. On an error none is removed.
     pub(super) fn expire_in_host(&mut self, expired: &[WriteAccess], matcher: &SweepMatcher) -> Result<()> {
         if expired.is_empty() {
             return Ok(());
@@ -135,7 +135,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Bury rows of the device tier, which `matcher` takes. On an error none is buried.
+    /// Removes rows of the device tier that `matcher` matches. On an error none is removed.
     pub(super) fn expire_on_device(&mut self, expired: &[CacheSlot], matcher: &SweepMatcher) -> Result<()> {
         if expired.is_empty() {
             return Ok(());
@@ -158,7 +158,7 @@ impl Residency {
             }
             let tier = self.device_mut();
             if tier.slots.is_pinned(slot) {
-                // The next plan that wants the row brings it to the device, as it does with a row that another plan was to bring.
+                // The next plan that requires the row loads it to the device, like a row that another plan was to load.
                 tier.slots.set_state(slot, RowState::OCCUPIED.with(RowState::LOADING).with(RowState::PROVISIONAL));
                 *tier.header_mut(slot) = RowHeader { id, ..RowHeader::default() };
                 self.counts.became_provisional(1);
@@ -167,13 +167,14 @@ impl Residency {
                 tier.remove(slot, id);
             }
         }
-        // Plans that pinned a row's slot in the host tier while it was on the device may still come for it.
+        // Plans that pinned the row's host slot while the row was on the device may still promote it.
         self.reinitialize_in_host(&shadows);
         self.record_expired(&rows, copies, matcher);
         Ok(())
     }
 
-    /// Give pinned rows of the host tier their initial values again: they are not born. Plans that are to train them count them anew.
+    /// Resets pinned rows of the host tier to their initial values: they become provisional. Plans that are to train
+    /// them count them again.
     fn reinitialize_in_host(&mut self, rows: &[(Id, CacheSlot)]) {
         if rows.is_empty() {
             return;
@@ -186,7 +187,7 @@ impl Residency {
         self.absent_reads += rows.len() as u64;
     }
 
-    /// Bury rows that were read from SSD and are in no other tier, and which `matcher` takes. On an error none is buried.
+    /// Removes rows that were read from SSD, are in no other tier, and match `matcher`. On an error none is removed.
     pub(super) fn expire_read_rows(&mut self, expired: &[RowRef<'_>], matcher: &SweepMatcher) -> Result<()> {
         if expired.is_empty() {
             return Ok(());
@@ -200,7 +201,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Bury the dead ones among these rows that are on SSD alone.
+    /// Removes the expired rows of `ids` that are only on SSD.
     pub(super) fn expire_on_ssd(&mut self, ids: &[Id], matcher: &SweepMatcher) -> Result<()> {
         let Some(ssd) = &self.context.ssd else { return Ok(()) };
         let in_ram = |id: Id| is_in_ram(&self.host, self.device.as_ref(), id);
@@ -227,8 +228,8 @@ impl Residency {
         self.expire_read_rows(&dead, matcher)
     }
 
-    /// Remove the copies on SSD of rows that are about to be buried. A tier that only reads forgets them without a word on disk, since it
-    /// publishes no state any more.
+    /// Removes the SSD copies of rows that are about to expire. A read-only tier forgets them without writing
+    /// tombstones, because it does not publish state.
     fn remove_expired_copies(&mut self, ids: &[Id]) -> Result<()> {
         let Some(ssd) = &self.context.ssd else { return Ok(()) };
         match self.context.remove_on_ssd(ssd, ids) {
@@ -240,16 +241,16 @@ impl Residency {
         }
     }
 
-    /// These rows, which `matcher` takes, are in no tier any more, and `copies` are to be told of. A delta says the sweep that took them. The ids
-    /// of those are noted too that the checkpoints on which deltas build may have with other columns, and of those that died after such a
-    /// checkpoint was saved.
+    /// Records rows that `matcher` matched and that are in no tier, and delivers `copies` to the eviction queue. A
+    /// delta contains the sweep that removed them. Ids are recorded as tombstones in addition if base checkpoints may
+    /// have the row with other columns, or if it expired after such a checkpoint was saved.
     pub(super) fn record_expired(&mut self, rows: &[ExpiredRow], copies: RowChunk, matcher: &SweepMatcher) {
         if rows.is_empty() {
             return;
         }
         self.notify_expired(copies, matcher);
         let as_swept = self.is_unchanged_since_sweep();
-        // An export that could meet some of them and not others ends.
+        // Cancels exports that could contain some of the rows and miss others.
         self.context.bump_version();
         if as_swept {
             self.version_after_sweep = Some(self.context.version());

@@ -1,4 +1,4 @@
-//! How many rows a table may have, and which are dropped when there are too many.
+//! Capacity of a table in rows, and the choice of rows to drop when it is full.
 
 use std::collections::HashSet;
 
@@ -13,29 +13,30 @@ use crate::slots::{RowState, SlotMap};
 use crate::ssd::SsdTier;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Bytes of ids that left a table (see [`CheckpointHistory`](crate::cache::watch::Lineage)) that the host budget does not count: they are part of a
-/// table's fixed overhead.
+/// Bytes of tombstones (see [`CheckpointHistory`](crate::cache::watch::CheckpointHistory)) that the host budget does
+/// not count: they are part of a table's fixed overhead.
 pub(super) const FREE_HISTORY_BYTES: u64 = 64 << 10;
 
 impl Residency {
-    /// How many rows the lowest tier can hold.
+    /// Capacity of the lowest tier in rows.
     pub(crate) fn capacity_rows(&self) -> u64 {
         self.context.ssd.as_ref().map_or(u64::from(self.host.budget_rows()), SsdTier::capacity_rows)
     }
 
-    /// How many rows the host budget holds beside the index of the rows on SSD and the ids that left the table.
+    /// Number of rows that fit the host budget next to the index of the rows on SSD and the tombstones.
     pub(super) fn host_rows_after_index(&self) -> u64 {
         let Some(ssd) = &self.context.ssd else { return self.host.rows_after_index(0, 0) };
         let lineage = self.charged_history_bytes().div_ceil(self.host.row_bytes());
         self.host.rows_after_index(ssd.index_bytes(), ssd.rows()).saturating_sub(lineage)
     }
 
-    /// Bytes of the host budget that the ids that left the table take. Only rows in RAM of a table with an SSD tier can make room for them.
+    /// Bytes of the host budget that tombstones use. Only a table with an SSD tier can free space for them, from its
+    /// rows in RAM.
     pub(super) fn charged_history_bytes(&self) -> u64 {
         self.history.bytes().saturating_sub(FREE_HISTORY_BYTES)
     }
 
-    /// The error of rows whose index would take all the room of rows in RAM.
+    /// The error for rows whose index would use all the space of rows in RAM.
     pub(super) fn index_full_error(&self) -> Error {
         let beside = self.charged_history_bytes() + self.host.row_bytes();
         let needed = |rows: u64| HostTier::charged_bytes(u64::MAX, rows) + beside;
@@ -54,25 +55,26 @@ impl Residency {
         )
     }
 
-    /// Returns whether there is room for `more` rows and for those that batches in flight may add, while all others stay.
+    /// True if `more` rows, the current rows and the rows that batches in flight may add all fit.
     pub(super) fn fits(&self, more: u64) -> bool {
         self.rows_with(more) <= self.capacity_rows() && !self.is_index_full(more)
     }
 
-    /// As [`Residency::fits`], once the table has taken the bytes that it lacks from those that tables share.
+    /// Like [`Residency::fits`], but first takes missing bytes from the budget shared by tables.
     pub(super) fn make_fit(&mut self, more: u64) -> bool {
         self.fits(more) || self.host.grow_to(self.rows_with(more))
     }
 
-    /// Give back shared bytes that the rows of the table do not need, and close the slots past the budget that a batch has used.
+    /// Returns shared bytes that the rows of the table do not need, and closes the slots beyond the budget that a batch
+    /// has used.
     pub(crate) fn give_back_unused(&mut self) {
         if self.host.budget().shared().is_some() && self.host.shrink_to(self.rows_with(0)) {
             self.move_below_limit();
         }
     }
 
-    /// Give back all shared bytes with the memory of the rows, because the table is closed. Rows that a batch in flight uses, and those of a
-    /// torn table, stay in memory until the table is dropped.
+    /// Returns all shared bytes and frees the memory of the rows, because the table is closed. Rows that a batch in
+    /// flight uses and rows of a poisoned table stay in memory until the table is dropped.
     pub(crate) fn give_back_budget(&mut self, is_torn: bool) {
         if self.host.budget().shared().is_none() {
             return;
@@ -83,7 +85,7 @@ impl Residency {
         self.host.shrink_to(0);
     }
 
-    /// The rows of the table with those that batches in flight may add, and `more`.
+    /// The number of rows of the table, plus the rows that batches in flight may add, plus `more`.
     fn rows_with(&self, more: u64) -> u64 {
         self.counts.rows() + self.counts.max_new_rows() + more
     }
@@ -92,7 +94,7 @@ impl Residency {
         more > 0 && self.context.ssd.is_some() && self.host_rows_after_index() == 0
     }
 
-    /// Checks that there is room for a training batch that has begun. Where rows may be dropped for it, none is dropped yet.
+    /// Checks that a started training batch fits. Drops no row yet, even if the table may drop rows for it.
     ///
     /// Errors: `Capacity`; those of [`Residency::finish_sweep`].
     pub(crate) fn check_space(&mut self, pins: &PlanPins) -> Result<()> {
@@ -106,21 +108,22 @@ impl Residency {
         }
         match self.context.config.on_full {
             OnFull::Evict => self.check_droppable(more, &pins.ids),
-            // To end the sweep, rows may have to be read from the device. That is done when the batch is placed.
+            // Finishing the sweep may require reads from the device. That happens when the batch is placed.
             OnFull::Error if self.device.is_some() && self.has_sweep() => Ok(()),
             OnFull::Error => self.check_capacity(more, &pins.ids),
         }
     }
 
-    /// Check that `more` rows can be born beside those that may be. Where the table may drop rows, others than `needed` are dropped by
-    /// policy to make room. None is dropped where there would be too little room without all of them.
+    /// Checks that `more` rows can be inserted in addition to those that batches in flight may insert. If the table may
+    /// drop rows, drops rows not in `needed` by policy. Drops none if the space would not suffice even without all of
+    /// them.
     ///
     /// Errors: `Capacity`; those of the SSD tier when rows are dropped; those of [`Residency::finish_sweep`].
     pub(super) fn check_capacity(&mut self, more: u64, needed: &[Id]) -> Result<()> {
         if self.make_fit(more) {
             return Ok(());
         }
-        // Rows that are to go anyway make room first.
+        // Expired rows free space first.
         self.finish_sweep()?;
         if self.make_fit(more) {
             return Ok(());
@@ -136,7 +139,7 @@ impl Residency {
         }
     }
 
-    /// The last tier with its budget, and how to have room for `rows` rows there, for messages.
+    /// Returns the last tier with its budget, and the way to fit `rows` rows there, for messages.
     fn last_tier(&self, rows: u64) -> (String, String) {
         if let Some(ssd) = &self.context.config.ssd {
             return (format!("its SSD tier (ssd_bytes={})", ssd.bytes), "raise ssd_bytes".into());
@@ -174,7 +177,7 @@ impl Residency {
         )
     }
 
-    /// Checks that there is room for `more` rows and for those that batches in flight may add, together with `stay` others.
+    /// Checks that `stay` rows, `more` new rows and the rows that batches in flight may add fit together.
     fn check_together(&self, stay: u64, more: u64) -> Result<()> {
         let (capacity, new) = (self.capacity_rows(), self.counts.max_new_rows() + more);
         if stay + new <= capacity {
@@ -191,7 +194,7 @@ impl Residency {
         ))
     }
 
-    /// Checks that there is room for `more` rows once all rows are dropped that may be.
+    /// Checks that `more` rows fit once all droppable rows are dropped.
     fn check_droppable(&mut self, more: u64, needed: &[Id]) -> Result<()> {
         let device = self.device.as_ref().map_or(0, |tier| tier.slots.most_pinned());
         let most = self.host.slots.most_pinned() + device + needed.len() as u64;
@@ -202,7 +205,8 @@ impl Residency {
         self.check_together(stay, more)
     }
 
-    /// Returns how many rows cannot be dropped: those of `needed`, those that plans use, and those that are on their way from one tier to another.
+    /// Returns the number of rows that cannot be dropped: rows of `needed`, rows that plans use, and rows in transit
+    /// between tiers.
     fn rows_that_stay(&mut self, needed: &[Id]) -> u64 {
         let in_ram = |id: Id| is_in_ram(&self.host, self.device.as_ref(), id);
         let elsewhere: Vec<Id> = needed.iter().copied().filter(|&id| !in_ram(id)).collect();
@@ -215,7 +219,7 @@ impl Residency {
         let occupied: Vec<CacheSlot> = self.host.slots.occupied_from(0).collect();
         for slot in occupied {
             let state = self.host.slots.state(slot);
-            // A row whose newest copy is on the device counts there.
+            // A row whose current copy is on the device is counted there.
             let is_row = !state.has(RowState::PROVISIONAL.with(RowState::SHADOW));
             let stays = |host: &mut HostTier| {
                 !state.is_current() || host.slots.is_pinned(slot) || needed.contains(&host.id(slot))
@@ -227,7 +231,7 @@ impl Residency {
         for slot in occupied {
             let (state, id) = (device.slots.state(slot), device.id(slot));
             let is_in_host = host.slots.get(id) != NO_SLOT;
-            // A row that comes from the host tier counts there until it has arrived.
+            // A row in transit from the host tier is counted there until it has arrived.
             let counts_there = state.has(RowState::LOADING) && is_in_host;
             let is_row = !state.has(RowState::PROVISIONAL) && !counts_there;
             let stays = is_in_host || !state.is_current() || device.slots.is_pinned(slot) || needed.contains(&id);
@@ -236,7 +240,7 @@ impl Residency {
         stay as u64
     }
 
-    /// Returns the error of a call that has dropped rows in vain, where `before` rows had been dropped when it began.
+    /// Returns the error of a call that has dropped rows in vain. `before` is the number of dropped rows at its start.
     pub(super) fn after_drops(&self, before: u64, error: Error) -> Error {
         match self.counts.dropped() - before {
             0 => error,
@@ -247,8 +251,8 @@ impl Residency {
         }
     }
 
-    /// Drop rows until `more` fit, or until no more can be dropped. Without an SSD tier, rows past the budget are in the overflow until others
-    /// go. With one, rows past its capacity could not be written down.
+    /// Drops rows until `more` fit, or until no more can be dropped. Without an SSD tier, excess rows stay in the
+    /// overflow until others are dropped. With one, rows beyond its capacity could not be written back.
     fn drop_until_fits(&mut self, more: u64, needed: &[Id]) -> Result<()> {
         loop {
             let rows = self.counts.rows();
@@ -256,19 +260,19 @@ impl Residency {
             self.drop_rows(wanted.saturating_sub(self.capacity_rows()).max(1), needed)?;
             let checked =
                 if self.context.ssd.is_some() { self.check_together(self.counts.rows(), more) } else { Ok(()) };
-            // Where the disk failed after some rows were dropped already, the next round says so.
+            // If the disk failed after some rows were dropped, the next round returns the error.
             if checked.is_ok() || self.counts.rows() == rows {
                 return checked;
             }
         }
     }
 
-    /// Drop up to `rows` rows from the table by policy: first those that are on SSD alone, the oldest first, then those in RAM. Rows that
-    /// plans use stay, and those of `needed`, which the caller may have found already.
+    /// Drops up to `rows` rows by policy: first rows that are only on SSD, oldest first, then rows in RAM. Keeps rows
+    /// that plans use, and rows of `needed`, which the caller may have located already.
     fn drop_rows(&mut self, rows: u64, needed: &[Id]) -> Result<()> {
         debug_assert_eq!(self.context.config.on_full, OnFull::Evict);
         let needed: HashSet<Id> = needed.iter().copied().collect();
-        // An export that could miss some of them ends.
+        // Cancels exports that could miss some of the rows.
         self.context.bump_version();
         let mut left = rows;
         left -= self.drop_from_ssd(left, &needed)?;
@@ -276,11 +280,11 @@ impl Residency {
         self.drop_from_device(left, &needed)
     }
 
-    /// Drop up to `rows` rows that are on SSD alone. Returns how many.
+    /// Drops up to `rows` rows that are only on SSD. Returns the number dropped.
     fn drop_from_ssd(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<u64> {
         let Some(ssd) = &self.context.ssd else { return Ok(0) };
         let in_ram = self.host.row_count() + self.device.as_ref().map_or(0, crate::device::DeviceTier::row_count);
-        // Where all rows are in RAM, the SSD tier would look through each of its segments in vain.
+        // If all rows are in RAM, the SSD tier would search all of its segments in vain.
         let born_in_ram = in_ram.saturating_sub(self.counts.provisional());
         let rows = rows.min(self.counts.rows().saturating_sub(born_in_ram));
         if rows == 0 {
@@ -297,7 +301,8 @@ impl Residency {
         Ok(dropped.len() as u64)
     }
 
-    /// Drop up to `rows` rows of the host tier, and their copies on SSD. Returns how many. On an error none is dropped.
+    /// Drops up to `rows` rows of the host tier and their copies on SSD. Returns the number dropped. On an error none
+    /// is dropped.
     fn drop_from_host(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<u64> {
         let (mut victims, mut spared): (Vec<WriteAccess>, Vec<WriteAccess>) = (Vec::new(), Vec::new());
         while (victims.len() as u64) < rows {
@@ -330,7 +335,7 @@ impl Residency {
         Ok(ids.len() as u64)
     }
 
-    /// Drop up to `rows` rows of the device tier, and their copies on SSD. On an error none is dropped.
+    /// Drops up to `rows` rows of the device tier and their copies on SSD. On an error none is dropped.
     fn drop_from_device(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<()> {
         let (host, Some(device)) = (&self.host, &mut self.device) else { return Ok(()) };
         let (mut victims, mut spared): (Vec<CacheSlot>, Vec<CacheSlot>) = (Vec::new(), Vec::new());
@@ -338,7 +343,7 @@ impl Residency {
         while (victims.len() as u64) < rows {
             let Some(victim) = chosen.next().or_else(|| device.victims(1).pop()) else { break };
             let id = device.id(victim);
-            // A plan that has pinned the row's slot in the host tier may still come for it.
+            // A plan that has pinned the row's host slot may still promote it.
             let stays = needed.contains(&id) || host.slots.get(id) != NO_SLOT;
             if stays { spared.push(victim) } else { victims.push(victim) }
         }
@@ -368,7 +373,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Remove the copies on SSD of rows that are about to be dropped from these slots.
+    /// Removes the SSD copies of rows that are about to be dropped from these slots.
     fn remove_copies(&self, slots: &SlotMap, victims: impl Iterator<Item = (CacheSlot, Id)>) -> Result<()> {
         let Some(ssd) = &self.context.ssd else { return Ok(()) };
         let there = victims.filter(|&(slot, _)| slots.state(slot).has(RowState::ON_SSD));
@@ -381,11 +386,11 @@ impl Residency {
         self.record_tombstones(ids);
     }
 
-    /// Note for later deltas that ids left the table.
+    /// Records tombstones for later deltas.
     pub(super) fn record_tombstones(&mut self, ids: &[Id]) {
         let before = self.history.bytes();
         self.history.record_tombstones(self.epoch, ids);
-        // With an SSD tier these ids take room of rows in RAM. Without one they have memory beside the budget.
+        // With an SSD tier, tombstones use space of rows in RAM. Without one, their memory is outside of the budget.
         if self.context.ssd.is_some() && self.history.bytes() > before {
             self.fit_host_to_index();
         }

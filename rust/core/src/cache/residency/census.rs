@@ -1,6 +1,6 @@
-//! A census of the rows by their standings in the order in which sweeps take them.
+//! Score histogram: counts rows by rank key, in eviction order.
 //!
-//! The table's lock is held until each row was seen, so that none moves meanwhile, and nothing is kept of a row but where it is counted.
+//! The table's lock is held until every row was counted, so that no row moves. Only the counts are kept.
 
 use super::{Residency, SLOTS_AHEAD};
 use crate::error::{Error, Kind, Result};
@@ -8,11 +8,11 @@ use crate::lifecycle::{RankKeyRange, ScoreHistogram, ScoreHistogramBuilder};
 use crate::types::CacheSlot;
 
 impl Residency {
-    /// Count the rows of all tiers after `step`, which is the present one, unless the contents have another number than `version` by then. What a sweep
-    /// under way takes goes first. Returns also the number of the contents that were counted.
+    /// Counts the rows of all tiers at `step`, which must be the present step. Returns the histogram and the version of
+    /// the counted contents, or `None` if that version differs from `version`. Finishes the sweep in progress first.
     ///
-    /// Errors: `Memory`, those of [`Residency::finish_sweep`] and of reads from SSD, and `State` where the table is at another step, or rows are
-    /// missing.
+    /// Errors: `Memory`; those of [`Residency::finish_sweep`] and of reads from SSD; `State` if the table is at another
+    /// step or rows are missing.
     pub(crate) fn score_histogram(
         &mut self,
         step: u64,
@@ -43,7 +43,7 @@ impl Residency {
         Ok(Some((now, census.finish())))
     }
 
-    /// Count the rows that are newest in RAM or on the device. Returns how many.
+    /// Counts the rows with their newest copy in RAM or on the device. Returns their number.
     fn count_in_ram(&self, histogram: &mut ScoreHistogramBuilder) -> Result<u64> {
         let (host, mut seen) = (&self.host, 0);
         for slot in host.slots.occupied_from(0) {
@@ -63,7 +63,7 @@ impl Residency {
         Ok(seen)
     }
 
-    /// Count the rows on SSD that no tier above has newer. Returns how many.
+    /// Counts the rows on SSD without a newer copy in a tier above. Returns their number.
     fn count_on_ssd(&self, histogram: &mut ScoreHistogramBuilder) -> Result<u64> {
         let (Some(ssd), mut seen) = (&self.context.ssd, 0) else { return Ok(0) };
         let scanned = ssd.scan(&mut |row| {

@@ -1,4 +1,4 @@
-//! What a delta of the table would say, counted: so that a save can tell whether a load would find the rows that are there.
+//! Counts of the contents of a delta. A save uses them to check that a load would restore the present rows.
 
 use super::Residency;
 use crate::cache::watch::BaseCheckpoint;
@@ -6,22 +6,22 @@ use crate::error::Result;
 use crate::lifecycle::ExpirySweep;
 use crate::rows::RowHeader;
 
-/// Counts of what changed in a table since a checkpoint.
+/// Counts of changes in a table since a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChangeCounts {
-    /// Rows of the table.
+    /// Number of rows of the table.
     pub rows: u64,
-    /// Ids that left, and of which a delta has tombstones.
+    /// Number of removed ids for which a delta has tombstones.
     pub tombstones: u64,
-    /// Rows that sweeps took, and of which a delta has no tombstones.
+    /// Number of rows expired by sweeps for which a delta has no tombstones.
     pub expired: u64,
-    /// Rows in RAM or on the device that were not modified, and that a load would drop, because one of the sweeps takes them. It is 0
-    /// unless a sweep has passed a row over. Rules that look at weights are left out.
+    /// Number of unmodified rows in RAM or on the device that a load would drop because one of the sweeps matches them.
+    /// It is 0 unless a sweep has skipped a row. Rules that read weights are not counted.
     pub expiring: u64,
 }
 
 impl Residency {
-    /// Count what changed since `base`. Headers are looked at where there were sweeps since.
+    /// Counts the changes since `base`. Reads row headers if there were sweeps since.
     ///
     /// Errors: those of [`Residency::tombstones_since`].
     pub(crate) fn count_changes(&mut self, base: &BaseCheckpoint) -> Result<ChangeCounts> {

@@ -1,8 +1,8 @@
 //! Copies of device rows, for operations that need some of them in RAM.
 //!
-//! Code that is not the core's reads rows of the device tier, and the table's lock is not held meanwhile. So an operation that needs device
-//! rows of which there are no copies says which, by an error, before it changes anything that it could not do again. Whoever runs the
-//! operation gives the lock back, has the rows read, and runs it again: see
+//! Code outside of the Rust core reads rows of the device tier, without the table's lock. An operation that needs
+//! device rows without copies therefore requests them by an error, before any change that it could not repeat. Its
+//! caller releases the lock, has the rows read, and runs the operation again: see
 //! [`TableInner::with_device_rows`](crate::cache::locks::TableInner::with_device_rows).
 
 use std::collections::HashMap;
@@ -15,46 +15,46 @@ use crate::memory;
 use crate::rows::RowHeader;
 use crate::types::{CacheSlot, Id};
 
-/// What an operation has read of the device tier, and what it is still to be given. Whoever runs the operation owns this, and keeps
-/// `rows_in_use` as long as it lives. No row arrives on the device meanwhile, and no kernel writes one there. So a copy is the row of its slot
-/// as long as that slot has the row.
+/// Device rows that an operation has read, and rows that it still requires. The caller of the operation owns this and
+/// keeps `rows_in_use` for its lifetime: no row arrives on the device, and no kernel writes one there. So a copy is
+/// valid as long as its slot has the same row.
 #[derive(Debug, Default)]
 pub(crate) struct DeviceCopies {
     /// The slots that were read, each with the id of its row, in the order of the copies: `[n]`.
     read: Vec<(CacheSlot, Id)>,
-    /// Of each of these slots: the id of its row, and the number of its last copy. It is made when it is asked for.
+    /// Maps a slot to its row's id and the index of its latest copy. Built lazily.
     positions: HashMap<CacheSlot, (Id, usize)>,
     /// Vector parts of the copies: `[n, V]`.
     vectors: Vec<f32>,
     /// Scalar slots of the copies: `[n]`.
     scalars: Vec<f32>,
-    /// Rows that are to be read before the operation is run again.
+    /// Rows to read before the operation runs again.
     pending_reads: Vec<(CacheSlot, Id)>,
-    /// Whether some of these are of victims of the device tier, which are to leave once they are read.
+    /// True if some of them are victims, which leave the device tier once they are read.
     has_victims: bool,
-    /// Bytes that were read since they were counted.
+    /// Number of bytes read since they were last counted.
     uncounted_bytes: u64,
-    /// Why rows could not be read. The operation is told when it asks again.
+    /// The error of a failed read. The operation receives it when it requests copies again.
     error: Option<Error>,
-    /// How many reads have failed.
+    /// Number of failed reads.
     failures: u32,
 }
 
-/// So many reads may fail before an operation that [tries again](Residency::try_copies_again) gets an error for good.
+/// Number of failed reads after which an operation that [retries](Residency::retry_copies) keeps its error.
 const MOST_FAILURES: u32 = 2;
 
 impl DeviceCopies {
-    /// Whether rows are to be read before the operation is run again.
+    /// True if rows are to be read before the operation runs again.
     pub(crate) fn has_pending_reads(&self) -> bool {
         !self.pending_reads.is_empty()
     }
 
-    /// Whether the operation has chosen rows that are to leave the device.
+    /// True if the operation has chosen rows that are to leave the device.
     pub(crate) fn has_victims(&self) -> bool {
         self.has_victims
     }
 
-    /// Read the rows that are owed. Where that fails, the operation gets the error when it is run again.
+    /// Reads the pending rows. If that fails, the operation receives the error when it runs again.
     pub(crate) fn read(&mut self, context: &TableContext) {
         let owed = std::mem::take(&mut self.pending_reads);
         self.positions.clear();
@@ -74,7 +74,7 @@ impl DeviceCopies {
         self.scalars.resize(end, 0.0);
         self.vectors.resize(end * floats, 0.0);
         if let Err(error) = context.gather(&slots, &mut self.vectors[begin * floats..], &mut self.scalars[begin..]) {
-            // The rows that are read later take these places.
+            // Later reads use these places.
             self.scalars.truncate(begin);
             self.vectors.truncate(begin * floats);
             return Err(error);
@@ -84,7 +84,7 @@ impl DeviceCopies {
         Ok(())
     }
 
-    /// Where the copies of slots are.
+    /// Returns the copies by slot.
     fn positions(&mut self) -> &HashMap<CacheSlot, (Id, usize)> {
         if self.positions.is_empty() {
             self.positions = self.read.iter().zip(0..).map(|(&(slot, id), number)| (slot, (id, number))).collect();
@@ -98,40 +98,40 @@ impl DeviceCopies {
 }
 
 impl Residency {
-    /// An operation begins, with the copies that were made for it so far.
+    /// Starts an operation with the copies made for it.
     pub(crate) fn set_copies(&mut self, copies: DeviceCopies) {
         self.copies = copies;
         self.traffic.device.read_bytes += std::mem::take(&mut self.copies.uncounted_bytes);
     }
 
-    /// The operation has ended.
+    /// Ends the operation.
     pub(crate) fn take_copies(&mut self) -> DeviceCopies {
         std::mem::take(&mut self.copies)
     }
 
-    /// Whether the error that an operation has met says only that it is to be run again, once rows were read from the device.
+    /// True if the error of an operation only requests reads from the device, after which the operation runs again.
     pub(super) fn needs_device_reads(&self) -> bool {
         self.copies.has_pending_reads()
     }
 
-    /// These rows are to leave the device once they are read.
+    /// Marks the pending rows as victims, which leave the device once they are read.
     pub(super) fn mark_victims(&mut self) {
         self.copies.has_victims = true;
     }
 
-    /// Whether rows were read for this operation.
+    /// True if rows were read for this operation.
     pub(super) fn has_copies(&self) -> bool {
         !self.copies.read.is_empty()
     }
 
-    /// Rows could not be read for something that may be left out. Let them be read once more for what may not.
+    /// Clears the error of a read for optional work, so that required work may read the rows again.
     pub(super) fn retry_copies(&mut self) {
         if self.copies.failures < MOST_FAILURES {
             self.copies.error = None;
         }
     }
 
-    /// Forget the copies that there are, because nothing later in this operation needs them.
+    /// Drops the copies, because the rest of this operation does not need them.
     pub(super) fn forget_copies(&mut self) {
         self.copies.read.clear();
         self.copies.positions.clear();
@@ -139,9 +139,9 @@ impl Residency {
         self.copies.scalars.clear();
     }
 
-    /// Make sure that there are copies of the rows in these device slots.
+    /// Makes sure that copies of the rows in these device slots exist.
     ///
-    /// Errors: why they could not be read; and the error that [`Residency::needs_device_reads`] tells of.
+    /// Errors: that of a failed read; the one that [`Residency::needs_device_reads`] reports.
     pub(super) fn require_copies(&mut self, slots: &[CacheSlot]) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
@@ -150,7 +150,7 @@ impl Residency {
             return Err(error.clone());
         }
         let row = |&slot: &CacheSlot| (slot, self.device.as_ref().map_or(0, |tier| tier.id(slot)));
-        // Mostly all that was read is asked for, in its order, or nothing was read.
+        // Mostly the request equals the rows that were read, in the same order, or nothing was read.
         if slots.iter().map(row).eq(self.copies.read.iter().copied()) {
             return Ok(());
         }
@@ -168,7 +168,7 @@ impl Residency {
         Err(Error::new(Kind::State, message))
     }
 
-    /// Copies of the rows in these device slots. Errors as [`Residency::require_copies`], and `Memory`.
+    /// Returns copies of the rows in these device slots. Errors: as [`Residency::require_copies`], and `Memory`.
     pub(super) fn copies_of(&mut self, slots: &[CacheSlot]) -> Result<RowChunk> {
         self.require_copies(slots)?;
         self.copies.positions();
@@ -184,8 +184,8 @@ impl Residency {
         Ok(rows)
     }
 
-    /// As [`Residency::copies_of`], where nothing later in this operation needs these copies. They are not copied once more, if they are all that
-    /// there are.
+    /// Like [`Residency::copies_of`], if the rest of this operation does not need these copies. Moves them out if there
+    /// are no others.
     pub(super) fn last_copies_of(&mut self, slots: &[CacheSlot]) -> Result<RowChunk> {
         self.require_copies(slots)?;
         let in_order = self.copies.read.iter().map(|(slot, _)| slot).eq(slots);
@@ -197,10 +197,10 @@ impl Residency {
         Ok(RowChunk { headers, vectors })
     }
 
-    /// Make sure that there are copies of those of these device rows that a moment wants. Rows that cannot be read fail the moment, never the
-    /// caller.
+    /// Makes sure that copies of the device rows that the snapshot needs exist. Rows that cannot be read fail the
+    /// snapshot, never the caller.
     ///
-    /// Errors: the one that [`Residency::needs_device_reads`] tells of.
+    /// Errors: the one that [`Residency::needs_device_reads`] reports.
     pub(super) fn require_snapshot_copies(&mut self, slots: &[CacheSlot]) -> Result<()> {
         let Some(moment) = &self.snapshot else { return Ok(()) };
         let wanted = moment.pending_on_device(slots);

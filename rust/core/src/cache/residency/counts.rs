@@ -1,23 +1,23 @@
-//! How many rows a table has, and how many it may have soon.
+//! Row counts of a table: present rows, and rows that batches in flight may add.
 
-/// The counts of one table.
+/// Row counts of one table.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RowCounts {
-    /// Rows of the table in all tiers: born and not removed.
+    /// Rows in all tiers: inserted and not removed.
     rows: u64,
-    /// Rows that are planned and not born yet.
+    /// Rows that are planned and not inserted yet.
     provisional: u64,
-    /// Provisional rows that training plans in flight hold, summed over the plans: a row that two of them hold counts twice. Evaluations
-    /// pledge nothing, since their rows are never born.
+    /// Provisional rows held by training plans in flight, summed over the plans: a row held by two plans counts twice.
+    /// Evaluations pledge nothing, because they insert no rows.
     pledged: u64,
-    /// Rows that were dropped because the table was full.
+    /// Rows dropped because the table was full.
     dropped: u64,
-    /// Rows that died by the table's rule of eviction.
+    /// Rows expired by the table's eviction rule.
     expired: u64,
 }
 
 impl RowCounts {
-    /// The counts of a table that is opened with `rows` rows.
+    /// The counts of a table opened with `rows` rows.
     pub(crate) fn of(rows: u64) -> Self {
         Self { rows, ..Self::default() }
     }
@@ -38,60 +38,60 @@ impl RowCounts {
         self.expired
     }
 
-    /// How many provisional rows may be born, at most.
+    /// Maximum number of provisional rows that may be inserted.
     pub(crate) fn max_new_rows(&self) -> u64 {
         self.provisional.min(self.pledged)
     }
 
-    /// Rows became provisional.
+    /// Counts rows that became provisional.
     pub(crate) fn became_provisional(&mut self, rows: u64) {
         self.provisional += rows;
     }
 
-    /// Provisional rows vanished without being trained.
+    /// Counts provisional rows that were discarded without training.
     pub(crate) fn vanished(&mut self, rows: u64) {
         self.provisional -= rows;
     }
 
-    /// Provisional rows were trained for the first time.
+    /// Counts provisional rows that were trained for the first time.
     pub(crate) fn inserted(&mut self, rows: u64) {
         self.provisional -= rows;
         self.rows += rows;
     }
 
-    /// A training plan holds provisional rows.
+    /// Counts provisional rows that a training plan acquires.
     pub(crate) fn pledge(&mut self, rows: u64) {
         self.pledged += rows;
     }
 
-    /// A training plan holds them no more.
+    /// Counts provisional rows that a training plan releases.
     pub(crate) fn take_back_pledge(&mut self, rows: u64) {
         self.pledged -= rows;
     }
 
-    /// Rows were imported that were not there before.
+    /// Counts imported rows that were missing before.
     pub(crate) fn added(&mut self, rows: u64) {
         self.rows += rows;
     }
 
-    /// Rows were removed.
+    /// Counts removed rows.
     pub(crate) fn removed(&mut self, rows: u64) {
         self.rows -= rows;
     }
 
-    /// Rows died by the table's rule of eviction.
+    /// Counts rows expired by the table's eviction rule.
     pub(crate) fn expired_by_rule(&mut self, rows: u64) {
         self.rows -= rows;
         self.expired += rows;
     }
 
-    /// Rows were dropped because the table was full.
+    /// Counts rows dropped because the table was full.
     pub(crate) fn dropped_when_full(&mut self, rows: u64) {
         self.rows -= rows;
         self.dropped += rows;
     }
 
-    /// All rows were forgotten. No plan holds any.
+    /// Resets the counts after all rows were removed. No plan holds any.
     pub(crate) fn cleared(&mut self) {
         self.rows = 0;
         self.provisional = 0;

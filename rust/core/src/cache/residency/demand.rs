@@ -1,19 +1,19 @@
-//! What the ids of a plan ask for, and which of them got nothing.
+//! Inputs of the admission rule for the ids of a plan, and the ids that were not admitted.
 
 use crate::lifecycle::admission::AdmissionCandidate;
 use crate::types::Id;
 
-/// What the ids of a training plan ask for, of a table that refuses some.
+/// Inputs of the admission rule for the ids of a training plan.
 #[derive(Debug, Default)]
 pub(crate) struct PlanDemand {
-    /// How often each distinct id of the plan occurs: `[U]`.
+    /// Number of occurrences of each distinct id of the plan: `[U]`.
     pub(crate) occurrences: Vec<u32>,
-    /// The clicks of each distinct id: `[U]`, or empty for none.
+    /// Clicks of each distinct id: `[U]`, or empty if there are none.
     pub(crate) clicks: Vec<u32>,
 }
 
 impl PlanDemand {
-    /// What the id at a position asks for.
+    /// The admission candidate of the id at a position.
     pub(super) fn candidate(&self, ids: &[Id], position: u32) -> AdmissionCandidate {
         let at = position as usize;
         let clicks = self.clicks.get(at).copied().unwrap_or(0);
@@ -21,22 +21,21 @@ impl PlanDemand {
     }
 }
 
-/// Ids of a plan without a row that would not be admitted as far as was known, and so have no slot.
+/// Ids without a row that were predicted not to be admitted, so no slot was reserved for them.
 #[derive(Debug, Default)]
 pub(super) struct WaitingIds {
-    /// Their positions in the plan's distinct ids: `[n]`.
+    /// Positions in the plan's distinct ids: `[n]`.
     pub(super) positions: Vec<u32>,
-    /// What they ask for: `[n]`.
+    /// Their admission candidates: `[n]`.
     pub(super) candidates: Vec<AdmissionCandidate>,
-    /// The table's version when that was known.
+    /// The table's version at the prediction.
     pub(super) version: u64,
-    /// The number of the admitter's changes when that was known; `None` where it was known at different times.
+    /// The admitter's change number at the prediction; `None` if the ids were predicted at different change numbers.
     decided_at: Option<u64>,
 }
 
 impl WaitingIds {
-    /// Add ids, with what they ask for, that were refused by what was known at the table's version `version` and the admitter's change
-    /// `changes`.
+    /// Adds ids that were predicted not to be admitted at table version `version` and admitter change number `changes`.
     pub(super) fn add(
         &mut self,
         mut positions: Vec<u32>,
@@ -54,17 +53,16 @@ impl WaitingIds {
         }
     }
 
-    /// Whether they would still be refused, because the admitter has not changed since.
+    /// True if the prediction still holds because the admitter has not changed since.
     pub(super) fn still_wait(&self, changes: u64) -> bool {
         self.positions.is_empty() || self.decided_at == Some(changes)
     }
 }
 
-/// The ids of a plan that get no row.
+/// The ids of a plan that are not admitted.
 #[derive(Debug)]
 pub(super) struct NotAdmittedIds {
-    /// What they asked for.
     pub(super) candidates: Vec<AdmissionCandidate>,
-    /// The table's version when this was decided.
+    /// The table's version at the decision.
     pub(super) version: u64,
 }

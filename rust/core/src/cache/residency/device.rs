@@ -1,4 +1,4 @@
-//! Rows leave the device tier for the host tier, or are copied from where they are.
+//! Demotion of rows from the device tier to the host tier, and their write-back to SSD.
 
 use super::room::mark_written_back;
 use super::{ROWS_PER_GATHER, Residency};
@@ -9,20 +9,21 @@ use crate::rows::RowRef;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// A row that leaves the device tier: its position among those that do, and its state.
+/// A row that leaves the device tier: its position among the leaving rows, and its state.
 type LeavingRow = (usize, RowState);
 
 impl Residency {
     /// The device tier of a table that has one.
     ///
     /// # Panics
-    /// When the table has none.
+    /// If the table has no device tier.
     pub(super) fn device_mut(&mut self) -> &mut DeviceTier {
         self.device.as_mut().expect("only a table with a device tier moves rows to it")
     }
 
-    /// Make sure that `requested` device slots are free, as far as rows can leave: first unpinned rows in the overflow do, then others by
-    /// policy. They are demoted. On an error nothing has changed, but that victims whose rows are to be read first stay chosen.
+    /// Frees `requested` device slots, as far as rows can leave: first unpinned rows in the overflow, then others by
+    /// policy. They are demoted. On an error nothing has changed, except that victims whose rows must be read first
+    /// stay chosen.
     pub(super) fn make_device_space(&mut self, requested: u32) -> Result<()> {
         let victims = self.device_victims(requested);
         if victims.is_empty() {
@@ -43,8 +44,8 @@ impl Residency {
         Ok(())
     }
 
-    /// The rows that leave so that `requested` device slots are free: those that were chosen before and nobody has wanted since, all other unpinned
-    /// rows of the overflow, and of the budget as many as needed.
+    /// Chooses the rows that leave so that `requested` device slots are free: rows that were chosen before and not
+    /// requested since, all other unpinned rows of the overflow, and as many of the budget as needed.
     fn device_victims(&mut self, requested: u32) -> Vec<CacheSlot> {
         let tier = self.device_mut();
         let capacity = tier.slots.capacity();
@@ -61,12 +62,12 @@ impl Residency {
         }
         let missing = requested.saturating_sub(tier.slots.free_slots()).saturating_sub(freed) as usize;
         victims.extend(tier.victims(missing));
-        // In this order they are read, and so are those that were chosen before.
+        // The rows are read in this order, including those chosen before.
         victims.sort_unstable();
         victims
     }
 
-    /// Keep victims of the device tier after all. Where their rows are to be read first, they are handed out again after that.
+    /// Keeps victims of the device tier. If their rows must be read first, they are chosen again afterwards.
     pub(super) fn keep_on_device(&mut self, victims: &[CacheSlot]) {
         let owes = self.needs_device_reads();
         if owes {
@@ -82,21 +83,22 @@ impl Residency {
         }
     }
 
-    /// Keep the victims of the device tier that were to leave once they are read.
+    /// Keeps the victims of the device tier that were to leave once they are read.
     pub(crate) fn keep_leaving_on_device(&mut self) {
         if let Some(tier) = &mut self.device {
             tier.keep_all_leaving();
         }
     }
 
-    /// Take victims out of the device tier.
+    /// Removes victims from the device tier.
     pub(super) fn remove_device_victims(&mut self, victims: &[CacheSlot]) {
         let tier = self.device_mut();
         let ids: Vec<Id> = victims.iter().map(|&slot| tier.id(slot)).collect();
         tier.slots.remove_victims(victims, &ids);
     }
 
-    /// Copy rows that leave the device into the host tier. Those that do not fit there go to the SSD tier. On an error nothing has changed.
+    /// Copies rows that leave the device into the host tier. Rows that do not fit are appended to the SSD tier. On an
+    /// error nothing has changed.
     fn demote(&mut self, slots: &[CacheSlot], rows: &RowChunk) -> Result<()> {
         let floats = self.context.floats();
         let mut shadowed = Vec::new();
@@ -130,8 +132,8 @@ impl Residency {
         Ok(())
     }
 
-    /// Hand the dirty ones among rows that leave the device and do not fit the host tier to the SSD tier, all in one call: where there is
-    /// no room for all of them, either none is taken or the tier only reads from then on.
+    /// Appends the dirty rows that leave the device and do not fit the host tier to the SSD tier, in one call: if they
+    /// do not all fit, either none is appended or the tier becomes read-only.
     fn append_demoted(&self, leaving: &[LeavingRow], rows: &RowChunk) -> Result<()> {
         let Some(ssd) = &self.context.ssd else { return Ok(()) };
         let dirty: Vec<LeavingRow> = leaving.iter().copied().filter(|(_, row)| row.has(RowState::DIRTY)).collect();
@@ -144,8 +146,8 @@ impl Residency {
         self.context.append(ssd, &refs, &known)
     }
 
-    /// Hand every dirty row of the device slots from `next` on to the SSD tier and mark it clean, and move `next` behind them. What was written
-    /// stays so on an error.
+    /// Writes every dirty row of the device slots from `next` on to the SSD tier, marks it clean, and advances `next`
+    /// past it. On an error the rows written before stay written.
     pub(super) fn write_back_device(&mut self, next: &mut CacheSlot) -> Result<()> {
         loop {
             if self.device.is_none() || self.context.ssd.is_none() {
@@ -174,8 +176,9 @@ impl Residency {
         }
     }
 
-    /// Copy what a moment wants of device rows that are about to change or to leave their slots. [`Residency::require_snapshot_copies`] was called with
-    /// them before anything has changed. Rows that cannot be read fail the moment, never the caller.
+    /// Keeps copies, for the snapshot, of device rows that are about to change or leave their slots. The caller has
+    /// passed them to [`Residency::require_snapshot_copies`] before any change. Rows that cannot be read fail the
+    /// snapshot, never the caller.
     pub(super) fn keep_device_pre_images(&mut self, slots: &[CacheSlot]) {
         let wanted = self.snapshot.as_mut().map(|moment| moment.take_pending_on_device(slots)).unwrap_or_default();
         for wanted in wanted.chunks(ROWS_PER_GATHER) {

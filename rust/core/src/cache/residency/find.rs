@@ -1,4 +1,4 @@
-//! Rows by id, outside of batches: where they are, and copies of them. None of this changes a policy's order of use.
+//! Lookup by id outside of batches: locations and copies of rows. None of it changes the order of use of a policy.
 
 use super::Residency;
 use crate::cache::rows::FoundRows;
@@ -10,12 +10,12 @@ use crate::rows::RowHeader;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Where a row is that no plan uses.
+/// Location of a row that no plan uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RowLocation {
     Device(CacheSlot),
     Host(CacheSlot),
-    /// On SSD and in no other tier. The record was read to be sure.
+    /// On SSD and in no other tier. The record was read to make sure.
     Ssd,
     Absent,
 }
@@ -58,13 +58,14 @@ impl Residency {
         )
     }
 
-    /// Copies of the rows of `ids` from whatever tier they are in, and initial values for ids that the table does not have.
+    /// Returns copies of the rows of `ids` from all tiers, and initial values for ids without a row.
     pub(crate) fn read(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<FoundRows> {
         self.finish_sweep()?;
         self.read_unswept(ids, no_writes)
     }
 
-    /// As [`Residency::read`], and no sweep goes on: an export of these rows would end where one of them dies.
+    /// Like [`Residency::read`], but does not continue a sweep: an export of these rows would be cancelled when one of
+    /// them expires.
     pub(crate) fn read_unswept(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<FoundRows> {
         self.finish_loads();
         let floats = self.context.floats();
@@ -109,7 +110,7 @@ impl Residency {
         Ok(rows)
     }
 
-    /// Read the rows at `positions` of `ids` from SSD, or give them their initial values.
+    /// Reads the rows at `positions` of `ids` from SSD, or fills in their initial values.
     fn read_from_ssd(&self, ids: &[Id], positions: &[usize], rows: &mut FoundRows) -> Result<()> {
         let floats = self.context.floats();
         let wanted: Vec<Id> = positions.iter().map(|&position| ids[position]).collect();
@@ -142,7 +143,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Where rows are, exactly. No plan uses any of them.
+    /// Returns the exact location of each row. Requires that no plan uses any of them.
     pub(super) fn find(&self, ids: &[Id]) -> Result<Vec<RowLocation>> {
         let mut found = Vec::with_capacity(ids.len());
         let mut doubtful = Vec::new();
@@ -169,7 +170,7 @@ impl Residency {
         if doubtful.is_empty() {
             return Ok(found);
         }
-        // The index may take another id's record for this one's, so the records are read.
+        // The index may return a record of another id, so the records are read.
         let wanted: Vec<Id> = doubtful.iter().map(|&position| ids[position]).collect();
         let all: Vec<usize> = (0..wanted.len()).collect();
         let mut scratch = FoundRows {
@@ -186,8 +187,8 @@ impl Residency {
         Ok(found)
     }
 
-    /// Where rows are by now that were found earlier under the same hold of the table's lock. To make room moves rows in RAM to other
-    /// slots, or writes them down.
+    /// Updates locations found earlier under the same hold of the table's lock. Freeing space moves rows in RAM to
+    /// other slots or writes them back.
     pub(super) fn find_again(&self, ids: &[Id], found: &mut [RowLocation]) {
         for (&id, found) in ids.iter().zip(found) {
             if let RowLocation::Host(_) = *found {
@@ -197,7 +198,7 @@ impl Residency {
         }
     }
 
-    /// Whether a copy of a row, current or not, is on SSD.
+    /// True if a copy of the row, current or not, is on SSD.
     pub(super) fn is_on_ssd(&self, found: RowLocation) -> bool {
         match found {
             RowLocation::Device(slot) => {
@@ -209,7 +210,7 @@ impl Residency {
         }
     }
 
-    /// Make sure that there are copies of what a moment wants of device rows that are about to change or to go. Errors as
+    /// Makes sure that the snapshot's copies of device rows that are about to change or leave exist. Errors: those of
     /// [`Residency::require_snapshot_copies`].
     pub(super) fn require_found_copies(&mut self, found: &[RowLocation]) -> Result<()> {
         if self.snapshot.is_none() {
@@ -222,8 +223,8 @@ impl Residency {
         self.require_snapshot_copies(&on_device.collect::<Vec<CacheSlot>>())
     }
 
-    /// Copy what a moment wants of rows in RAM or on the device that are about to change or to go. [`Residency::require_found_copies`] was called with
-    /// them before anything has changed.
+    /// Keeps copies, for the snapshot, of rows in RAM or on the device that are about to change or leave. The caller
+    /// has passed them to [`Residency::require_found_copies`] before any change.
     pub(super) fn keep_found_pre_images(&mut self, found: &[RowLocation], no_writes: NoKernelWrites<'_>) {
         if self.snapshot.is_none() {
             return;

@@ -1,4 +1,4 @@
-//! What one plan holds of one table while it is in flight.
+//! The pins of one plan on one table while it is in flight.
 
 use std::sync::Arc;
 
@@ -9,44 +9,45 @@ use crate::slots::PinGroup;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// What an evaluation reads for ids without a row.
+/// The value that an evaluation reads for ids without a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MissingMode {
-    /// The rows that they would be born with.
+    /// Their initial values.
     #[default]
     Initial,
     /// Zeros.
     Zeros,
-    /// What training reads for ids that are not admitted: [`TableConfig::not_admitted`].
+    /// The value that training reads for ids that are not admitted: [`TableConfig::not_admitted`].
     NotAdmitted,
 }
 
-/// What a plan reads for ids of a table that have no row and get none.
+/// The value that a plan reads for ids of a table that have no row and are not admitted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum AbsentRead {
-    /// The values that they would be born with.
+    /// Their initial values.
     Initial,
     /// This number in every column.
     Value(f32),
-    /// The table's shared row.
+    /// The table's OOV row.
     OovRow,
 }
 
-/// How a plan treats the ids of its batch.
+/// Treatment of the ids of a plan's batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanMode {
-    /// A backward will follow, so missing ids may be born. Otherwise they are forgotten with the plan.
+    /// If true, a backward follows and missing ids may be inserted. Otherwise they are discarded with the plan.
     pub train: bool,
-    /// Fetch only as far as the budget goes, without overflow. [`Plan::wait`](crate::cache::Plan::wait) does the rest.
+    /// If true, loads only rows that fit the budget, without overflow. [`Plan::wait`](crate::cache::Plan::wait) loads
+    /// the others.
     pub is_prefetch: bool,
-    /// What an evaluation reads for ids without a row.
+    /// The value that an evaluation reads for ids without a row.
     pub missing: MissingMode,
-    /// How many threads may work for the plan. Its results are the same for any number.
+    /// Maximum number of threads for the plan. Its results do not depend on it.
     pub threads: usize,
 }
 
 impl PlanMode {
-    /// What a plan for a table reads for ids that have no row and get none.
+    /// Returns the value that a plan for a table reads for ids that have no row and are not admitted.
     pub(crate) fn absent_read(self, config: &TableConfig) -> AbsentRead {
         let not_admitted = match config.not_admitted {
             MissingRead::Zeros => AbsentRead::Value(0.0),
@@ -62,79 +63,82 @@ impl PlanMode {
         }
     }
 
-    /// Whether ids that have no row and get none read the values that they would be born with.
+    /// True if ids that have no row and are not admitted read their initial values.
     pub(crate) fn reads_initial(self, config: &TableConfig) -> bool {
         self.absent_read(config) == AbsentRead::Initial
     }
 
-    /// A batch that is trained at once.
+    /// A batch that is trained immediately.
     pub const TRAIN: Self = Self { train: true, is_prefetch: false, missing: MissingMode::Initial, threads: 1 };
-    /// A batch that is trained later.
+    /// A batch that is prefetched and trained later.
     pub const TRAIN_PREFETCH: Self = Self { is_prefetch: true, ..Self::TRAIN };
-    /// A batch that is read at once and not trained.
+    /// A batch that is read immediately and not trained.
     pub const EVALUATE: Self = Self { train: false, ..Self::TRAIN };
 }
 
-/// The pins of a plan on one table's rows, and the reads that they wait for. Only the residency changes it, together with the rows' bits.
-/// It does not refer to the table, so that it can be dropped with a table that nobody uses any more.
+/// The pins of a plan on one table's rows, and the reads that the plan waits for. Only [`Residency`](super::Residency)
+/// modifies it, together with the rows' state bits. It has no reference to the table, so that it can be dropped with an
+/// unused table.
 #[derive(Default)]
 pub(crate) struct PlanPins {
     /// The distinct ids of the plan: `[U]`. Positions below are positions in this list.
     pub(super) ids: Arc<Vec<Id>>,
-    /// The pinned host slot of each id, `NO_SLOT` where none is: `[U]`.
+    /// The pinned host slot of each id, `NO_SLOT` if there is none: `[U]`.
     pub(super) host: Arc<Vec<CacheSlot>>,
-    /// Names the pins of slots of `host` that were taken together, where there are any. The others were pinned one by one.
+    /// The pin group of the slots of `host` that were pinned together, if any. The others were pinned one by one.
     pub(super) group: Option<PinGroup>,
-    /// Whether rows came into the group that were to be born or read then. The others in it are born and current.
+    /// True if rows were added to the group that were to be initialized or read. Otherwise all rows of the group are
+    /// inserted and current.
     pub(super) group_grew: bool,
-    /// The pinned device slot of each id, `NO_SLOT` where none is: `[U]` for a table with a device tier, else empty.
+    /// The pinned device slot of each id, `NO_SLOT` if there is none: `[U]` for a table with a device tier, else empty.
     pub(super) device: Vec<CacheSlot>,
     /// Reads that rows of this plan wait for.
     pub(super) loads: Vec<Arc<HostLoad>>,
-    /// True if the plan has begun. What it has left for later is done when it is placed.
+    /// True if the plan has started. Its deferred rows are placed with the plan.
     pub(super) has_begun: bool,
-    /// True if the table had room then for all new rows of the plan, while all of its own stay.
+    /// True if all new rows of the plan fitted the table when the plan started, with all of the table's rows kept.
     pub(super) has_space: bool,
-    /// Positions that an `ahead` plan has left for later.
+    /// Positions that a prefetch plan has left for its placement.
     pub(super) unplaced: Vec<u32>,
-    /// Positions of ids without a row that are deferred until the plan is placed, because other rows have to go for theirs.
+    /// Positions of ids without a row that are deferred until the plan is placed, because other rows must be evicted
+    /// for theirs.
     pub(super) deferred: Vec<u32>,
-    /// Ids that are not admitted as far as was known.
+    /// Ids that are predicted not to be admitted.
     pub(super) waiting: WaitingIds,
-    /// What the ids ask for, where the table refuses some.
+    /// Inputs of the admission rule, if the table has one.
     pub(super) demand: PlanDemand,
-    /// The ids that get no row, once that is decided.
+    /// The ids that are not admitted, once decided.
     pub(super) not_admitted: Option<NotAdmittedIds>,
-    /// Their positions.
+    /// Positions of the ids that are not admitted.
     pub(super) not_admitted_positions: Vec<u32>,
-    /// How many provisional rows this plan has pledged to train; see [`super::counts::Counts`].
+    /// Number of provisional rows that this plan has pledged to train; see [`super::counts::RowCounts`].
     pub(super) pledged: u64,
-    /// How many reads had found rows absent when `pledged` was counted.
+    /// Value of `Residency::absent_reads` when `pledged` was counted.
     pub(super) absent_reads_before: u64,
-    /// Rows that have a slot on the device and were not scattered into it yet.
+    /// Rows that have a device slot and were not scattered into it yet.
     pub(super) arriving: Vec<ArrivingRow>,
-    /// Where the rows of a plan that goes to the device were found. They are counted once they are there.
+    /// Tiers in which the rows of a device plan were found. Counted when the rows are promoted.
     pub(super) found: FoundCounts,
-    /// The positions of ids that have no slot on the device, once all others have pinned theirs for the plan to be placed.
+    /// Positions of ids without a device slot, once all others are pinned for the placement of the plan.
     pub(super) slotless: Option<Vec<u32>>,
 }
 
-/// A row that has a slot on the device and is not there yet.
+/// A row that has a device slot and has not arrived.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ArrivingRow {
     pub(super) position: u32,
-    /// Its state once it is there. For a row that comes from a host slot, the state of that slot counts instead.
+    /// State of the row on the device. For a row from a host slot, the state of that slot is used instead.
     pub(super) state: RowState,
 }
 
-/// Where the rows of a plan were that goes to the device tier.
+/// Tiers in which the rows of a device plan were found.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct FoundCounts {
     pub(super) on_device: u64,
     pub(super) in_host: u64,
-    /// In neither of the two.
+    /// Not on the device and not in the host tier.
     pub(super) elsewhere: u64,
-    /// Read from SSD for the plan when it was placed.
+    /// Read from SSD when the plan was placed.
     pub(super) on_ssd: u64,
     /// In no tier.
     pub(super) absent: u64,
@@ -145,19 +149,19 @@ pub(super) struct FoundCounts {
 pub struct FetchedRows {
     /// Device slots: `[M]`.
     pub slots: Vec<CacheSlot>,
-    /// Vector parts: `[M, V]`; `None` where they are the first ones in memory that was lent.
+    /// Vector parts: `[M, V]`; `None` if they are the first ones in the caller's buffer.
     pub vectors: Option<Vec<f32>>,
-    /// Scalar slots: `[M]`, zeros where the layout has none.
+    /// Scalar slots: `[M]`, zeros if the layout has none.
     pub scalars: Vec<f32>,
 }
 
 impl PlanPins {
-    /// A plan for these distinct ids that holds nothing yet.
+    /// A plan for these distinct ids, without pins.
     pub(crate) fn new(ids: Vec<Id>, demand: PlanDemand) -> Self {
         Self { host: Arc::new(vec![NO_SLOT; ids.len()]), ids: Arc::new(ids), demand, ..Self::default() }
     }
 
-    /// For each id whether it gets no row in this batch: `[U]`, or empty where all get one.
+    /// For each id, true if it is not admitted in this batch: `[U]`, or empty if all are admitted.
     pub(super) fn not_admitted_bits(&self) -> Vec<bool> {
         if self.not_admitted_positions.is_empty() {
             return Vec::new();
@@ -167,17 +171,17 @@ impl PlanPins {
         bits
     }
 
-    /// The positions of the ids that get no row in this batch, once that is decided.
+    /// The positions of the ids that are not admitted in this batch, once decided.
     pub(crate) fn not_admitted_positions(&self) -> &[u32] {
         &self.not_admitted_positions
     }
 
-    /// The pinned host slot of each id, `NO_SLOT` where none is: `[U]`.
+    /// The pinned host slot of each id, `NO_SLOT` if there is none: `[U]`.
     pub(crate) fn host(&self) -> &[CacheSlot] {
         &self.host
     }
 
-    /// The pinned device slot of each id, `NO_SLOT` where none is: `[U]`.
+    /// The pinned device slot of each id, `NO_SLOT` if there is none: `[U]`.
     pub(crate) fn device(&self) -> &[CacheSlot] {
         &self.device
     }
@@ -187,13 +191,13 @@ impl PlanPins {
         &self.ids
     }
 
-    /// How many rows are born if the plan is trained.
+    /// Number of rows inserted if the plan is trained.
     pub(crate) fn pledged(&self) -> u64 {
         self.pledged + self.deferred.len() as u64
     }
 
-    /// The positions of ids that have no row and get none as far as is known when the plan has begun, rising. Ids that are left for later
-    /// are not among them.
+    /// Positions, ascending, of ids without a row that are predicted not to be admitted at the start of the plan.
+    /// Excludes deferred ids.
     pub(crate) fn without_row(&self, train: bool) -> Vec<u32> {
         if train {
             let mut waiting = self.waiting.positions.clone();
@@ -211,37 +215,37 @@ impl PlanPins {
         left_out
     }
 
-    /// Returns whether the table had room for the rows of the plan when it began, so that no other has to go for them.
+    /// Returns true if the rows of the plan fitted the table when it started, so that no other row must be evicted.
     pub(crate) fn has_space(&self) -> bool {
         self.has_space
     }
 
-    /// True if every id has its slot, or its read under way, or is deferred.
+    /// True if every id has a slot or a read in progress, or is deferred.
     pub(crate) fn is_complete(&self) -> bool {
         self.unplaced.is_empty()
     }
 
-    /// Whether no read is left to wait for.
+    /// True if no read remains to wait for.
     pub(crate) fn is_read(&self) -> bool {
         self.loads.iter().all(|load| load.is_done())
     }
 
-    /// The ids that are being read, of reads that the plan has not waited for.
+    /// The ids of reads in progress that the plan has not waited for.
     pub(crate) fn reading(&self) -> Vec<Id> {
         self.loads.iter().flat_map(|load| load.ids()).collect()
     }
 
-    /// Take the reads that the plan waits for, to wait for them without the table's lock.
+    /// Takes the reads that the plan waits for, to wait for them without the table's lock.
     pub(crate) fn take_loads(&mut self) -> Vec<Arc<HostLoad>> {
         std::mem::take(&mut self.loads)
     }
 
-    /// Whether reads are left to wait for.
+    /// True if reads remain to wait for.
     pub(crate) fn has_loads(&self) -> bool {
         !self.loads.is_empty()
     }
 
-    /// Take everything that is held, to give it back: this holds nothing from here on.
+    /// Takes all pins, to release them.
     pub(crate) fn take(&mut self) -> Self {
         std::mem::take(self)
     }

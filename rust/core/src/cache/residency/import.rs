@@ -1,8 +1,9 @@
-//! Rows put in and taken out by id, outside of batches: a call does all that it was asked to do, or nothing, or says how much.
+//! Import and removal of rows by id, outside of batches. A call is complete or without effect, or its error reports the
+//! number of processed rows.
 //!
-//! Where a write to SSD fails amid a call, some of its rows may be on SSD already, and nothing can be written that would undo that. The
-//! call then goes on to its end in RAM, past the budget, and the next call that writes is refused. Everything else that can fail comes
-//! before the first change.
+//! If a write to SSD fails during a call, some of its rows may be on SSD already, and nothing can be written to undo
+//! that. The call then continues to its end in RAM, beyond the budget, and the next call that writes is rejected. All
+//! other fallible work precedes the first change.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -21,12 +22,12 @@ use crate::slots::RowState;
 use crate::ssd::SsdTier;
 use crate::types::{CacheSlot, Id};
 
-/// Rows that are put in or taken out together.
+/// Number of rows that are imported or removed together.
 const ROWS_PER_PART: usize = 4096;
-/// Rows of columns that one thread copies at a time.
+/// Number of rows of columns that one thread copies at a time.
 const ROWS_PER_TASK: usize = 2048;
 
-/// Rows that are put in together, and where they are now.
+/// Rows that are imported together, and their present locations.
 #[derive(Clone, Copy)]
 struct ImportChunk<'a> {
     headers: &'a [RowHeader],
@@ -34,18 +35,19 @@ struct ImportChunk<'a> {
     vectors: &'a [f32],
     ids: &'a [Id],
     found: &'a [RowLocation],
-    /// Whether rows of the same call are in the table already.
+    /// True if rows of the same call are in the table already.
     has_begun: bool,
 }
 
 impl Residency {
-    /// Put rows in, new ones and known ones. `ids` are those of the block, each once. No plan uses any of the rows.
+    /// Imports new and existing rows. `ids` are the distinct ids of the block. Requires that no plan uses any of the
+    /// rows.
     ///
-    /// `done` says how many of the rows are in the table already, where this was called before with the same rows and had rows read from the
-    /// device.
+    /// `done` is the number of rows that are in the table already, if an earlier call with the same rows had to request
+    /// rows from the device.
     ///
-    /// Errors: `Capacity`, `Memory`, and those of the SSD tier. Nothing has changed then, unless the error says how many rows were
-    /// imported.
+    /// Errors: `Capacity`, `Memory`, and those of the SSD tier. Nothing has changed then, unless the error states how
+    /// many rows were imported.
     pub(crate) fn import(
         &mut self,
         block: RowBlock<'_>,
@@ -53,7 +55,7 @@ impl Residency {
         no_writes: NoKernelWrites<'_>,
         done: &mut usize,
     ) -> Result<()> {
-        // A sweep under way takes rows that are there by now, and none of these.
+        // A sweep in progress matches rows that are present already, and none of these.
         self.finish_sweep().map_err(|error| self.partial_error(error, *done, ids.len(), "imported"))?;
         self.record_added_rows();
         match self.context.config.on_full {
@@ -62,7 +64,7 @@ impl Residency {
         }
     }
 
-    /// Put rows in, for all of which there is room before the first one is put in.
+    /// Imports rows after checking that all of them fit.
     fn import_all(&mut self, block: RowBlock<'_>, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<()> {
         let mut found = self.find_all(ids)?;
         self.require_found_copies(&found)?;
@@ -80,7 +82,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Put rows in, in parts. Each part may drop other rows to make room, also those of the parts before.
+    /// Imports rows in parts. Each part may drop other rows to free space, including rows of previous parts.
     fn import_in_parts(
         &mut self,
         block: RowBlock<'_>,
@@ -110,7 +112,7 @@ impl Residency {
         Ok(())
     }
 
-    /// The error of a call that has done `done` of `all` rows.
+    /// Returns the error of a call that has processed `done` of `all` rows.
     pub(crate) fn partial_error(&self, error: Error, done: usize, all: usize, verb: &str) -> Error {
         if done == 0 {
             return error;
@@ -121,7 +123,7 @@ impl Residency {
         ))
     }
 
-    /// Where rows are, exactly. No plan uses any of them.
+    /// Returns the exact location of each row. Requires that no plan uses any of them.
     fn find_all(&self, ids: &[Id]) -> Result<Vec<RowLocation>> {
         let mut found = Vec::new();
         memory::reserve(&mut found, "find rows", ids.len())?;
@@ -131,7 +133,7 @@ impl Residency {
         Ok(found)
     }
 
-    /// Where the rows of a part are, once other rows were dropped so that the new ones among them fit.
+    /// Returns the locations of the rows of a part, after dropping other rows so that the new ones fit.
     fn find_with_space(&mut self, ids: &[Id], has_begun: bool) -> Result<Vec<RowLocation>> {
         let mut found = self.find(ids)?;
         let new = count_new(&found);
@@ -145,14 +147,14 @@ impl Residency {
         Ok(found)
     }
 
-    /// Refuse rows that would not all fit. Errors: `Capacity`, `Memory`.
+    /// Checks that all rows fit. Errors: `Capacity`, `Memory`.
     fn check_import(&mut self, ids: &[Id], found: &[RowLocation]) -> Result<()> {
         let new = count_new(found);
         if new > 0 {
             self.check_capacity(new, ids)?;
         }
         let indexed = self.context.ssd.as_ref().map_or(0, SsdTier::rows);
-        // The most that the index can take, with the new rows in it. Rows that the table has take no more of it.
+        // Upper bound of the index with the new rows. Existing rows do not enlarge it.
         if new > 0
             && ids.len() > ROWS_PER_PART
             && self.context.ssd.is_some()
@@ -165,10 +167,11 @@ impl Residency {
         self.host.reserve(if self.context.ssd.is_some() { homeless.min(free) } else { homeless })
     }
 
-    /// Put the rows of a part in the table. On an error none of them is.
+    /// Puts the rows of a part into the table. On an error none is added.
     fn put_chunk(&mut self, part: ImportChunk<'_>, no_writes: NoKernelWrites<'_>) -> Result<()> {
         let floats = self.context.floats();
-        // Where a delta may build on a checkpoint of before, which does not have these rows, they count as modified now.
+        // If a delta may be based on an earlier checkpoint, which does not have these rows, they count as modified in
+        // this epoch.
         let stamped = self.history.is_needed().then(|| {
             let now = |header: &RowHeader| RowHeader { modified_epoch: self.epoch, ..*header };
             part.headers.iter().map(now).collect::<Vec<RowHeader>>()
@@ -205,8 +208,8 @@ impl Residency {
         Ok(())
     }
 
-    /// Make room for those rows of a part that have no host slot, all that can fail of it: they are to take free slots, and those past
-    /// them go straight to SSD here. Returns how many are to take slots.
+    /// Makes space for the rows of a part without a host slot, which is all of the fallible work: they are to take free
+    /// slots, and the excess rows are appended to SSD here. Returns the number of rows that are to take slots.
     fn append_slotless<'a>(
         &mut self,
         part: &ImportChunk<'_>,
@@ -220,7 +223,7 @@ impl Residency {
             fit = fit.min(self.host.slots.free_slots() as usize);
         }
         self.host.reserve(fit)?;
-        // An export that could meet some of these rows and not others ends.
+        // Cancels exports that could contain some of these rows and miss others.
         self.context.bump_version();
         self.keep_found_pre_images(part.found, no_writes);
         let Some(ssd) = self.context.ssd.as_ref().filter(|_| fit < slotless.len()) else { return Ok(fit) };
@@ -241,9 +244,9 @@ impl Residency {
         Ok(fit)
     }
 
-    /// Forget rows. Returns how many of them the table had. `ids` are distinct, and no plan uses any of the rows.
+    /// Removes rows. Returns the number of rows removed. `ids` must be distinct, and no plan may use any of the rows.
     ///
-    /// Errors: those of the SSD tier. Nothing has changed then, unless the error says how many rows were removed.
+    /// Errors: those of the SSD tier. Nothing has changed then, unless the error states how many rows were removed.
     pub(crate) fn forget(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<u64> {
         self.finish_sweep()?;
         let mut found = self.find_all(ids)?;
@@ -259,8 +262,8 @@ impl Residency {
         Ok(removed)
     }
 
-    /// Forget the rows of a part, all of them or, on an error, none. Where rows of the same call are gone already (`has_begun`), all of them
-    /// also go when the SSD tier cannot write any more. Returns how many of them the table had.
+    /// Removes the rows of a part, all of them or, on an error, none. If rows of the same call are removed already
+    /// (`has_begun`), also removes them when the SSD tier has become read-only. Returns the number of rows removed.
     fn forget_chunk(
         &mut self,
         ids: &[Id],
@@ -268,7 +271,7 @@ impl Residency {
         has_begun: bool,
         no_writes: NoKernelWrites<'_>,
     ) -> Result<u64> {
-        // An export that could meet some of these rows and not others ends.
+        // Cancels exports that could contain some of these rows and miss others.
         self.context.bump_version();
         if let Some(ssd) = &self.context.ssd {
             let there = ids.iter().zip(found).filter(|(_, found)| self.is_on_ssd(**found));
@@ -296,8 +299,8 @@ impl Residency {
         Ok(removed.len() as u64)
     }
 
-    /// Put rows that are new to the table into free slots of the host tier: of `rows[begin..begin + ids.len()]`, which have these ids, as
-    /// many from the first on as are new and fit. Returns how many.
+    /// Puts rows that are new to the table into free slots of the host tier: out of `rows[begin..begin + ids.len()]`,
+    /// which have these ids, the longest prefix that is new and fits. Returns its length.
     pub(crate) fn put_new(&mut self, rows: PickedRows<'_>, begin: usize, ids: &[Id]) -> Result<usize> {
         self.finish_sweep()?;
         self.record_added_rows();
@@ -311,8 +314,8 @@ impl Residency {
         let copy = |(task, slots): (usize, &[CacheSlot])| {
             for (at, &slot) in slots.iter().enumerate() {
                 let (row, to) = (begin + task * ROWS_PER_TASK + at, arena.row(slot));
-                // SAFETY: the slot was taken above for this row alone, so it is valid in the arena and of this layout. No kernel uses it,
-                // and nobody else reads it before this call gives up the table's lock.
+                // SAFETY: the slot was taken above for this row only, so it is valid in the arena and of this layout.
+                // No kernel uses it, and no other thread reads it before this call releases the table's lock.
                 unsafe {
                     *to.header = rows.header(row);
                     rows.copy_vector(row, std::slice::from_raw_parts_mut(to.vector, floats));
@@ -333,11 +336,12 @@ impl Residency {
         Ok(placed)
     }
 
-    /// How many of `ids`, from the first on, are new to the table, belong to its shard, and have a free slot in the host tier each.
+    /// Length of the longest prefix of `ids` that are new to the table, belong to its shard, and fit free slots of the
+    /// host tier.
     fn new_rows_that_fit(&mut self, ids: &[Id]) -> usize {
         let room = |all: &Self| all.capacity_rows().saturating_sub(all.counts.rows() + all.counts.provisional());
         let on_device = self.device.as_ref().map_or(0, crate::device::DeviceTier::row_count);
-        // Rows of a table that descends from a checkpoint count as modified now, which `put` does.
+        // Rows of a table with a base checkpoint must be marked as modified, which `import` does.
         let descends = self.history.is_needed();
         if descends || on_device > 0 || self.context.config.on_full == OnFull::Evict && room(self) < ids.len() as u64 {
             return 0;
@@ -361,7 +365,7 @@ impl Residency {
     }
 }
 
-/// How many of some rows the table does not have.
+/// Number of rows that the table does not have.
 fn count_new(found: &[RowLocation]) -> u64 {
     found.iter().filter(|found| matches!(found, RowLocation::Absent)).count() as u64
 }

@@ -1,22 +1,22 @@
-//! Plans whose rows are in place: from then on until it is trained or released, a plan's kernels may use its rows at any time.
+//! Active plans: from activation until it is trained or released, a plan's kernels may use its rows at any time.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::types::Id;
 
-/// The ids of the plans that are in place, of a table whose rows may die.
+/// The ids of the active plans of a table whose rows may expire.
 #[derive(Debug, Default)]
 pub(super) struct ActivePlans {
     /// The distinct ids of each plan.
     plans: Vec<Arc<Vec<Id>>>,
-    /// All of them, each with the number of plans that have it. It is made when somebody asks for one, and kept up from then on until the
-    /// sweep ends, so that a plan costs as much as its own ids however many others are in place.
+    /// All ids with the number of plans that use each. Built at the first query and kept up to date until the sweep
+    /// ends, so that the cost of a plan depends only on its own ids.
     ids: Option<HashMap<Id, u32>>,
 }
 
 impl ActivePlans {
-    /// A plan with these ids is in place.
+    /// Adds an active plan with these ids.
     pub(super) fn add(&mut self, ids: &Arc<Vec<Id>>) {
         self.plans.push(Arc::clone(ids));
         if let Some(counts) = &mut self.ids {
@@ -24,7 +24,7 @@ impl ActivePlans {
         }
     }
 
-    /// A plan with these ids is trained or released. Returns whether it was in place.
+    /// Removes a plan with these ids, which is trained or released. Returns true if it was active.
     pub(super) fn remove(&mut self, ids: &Arc<Vec<Id>>) -> bool {
         let Some(at) = self.plans.iter().position(|plan| Arc::ptr_eq(plan, ids)) else { return false };
         self.plans.swap_remove(at);
@@ -40,12 +40,12 @@ impl ActivePlans {
         true
     }
 
-    /// Whether a plan that is in place has this id.
+    /// True if an active plan uses this id.
     pub(super) fn has(&mut self, id: Id) -> bool {
         self.plans_with(id) > 0
     }
 
-    /// How many of the plans that are in place have this id.
+    /// Number of active plans that use this id.
     pub(super) fn plans_with(&mut self, id: Id) -> u32 {
         if self.plans.is_empty() {
             return 0;
@@ -61,7 +61,7 @@ impl ActivePlans {
         counts.get(&id).copied().unwrap_or(0)
     }
 
-    /// Nobody will ask for ids until the next sweep.
+    /// Frees the counts, which are not queried until the next sweep.
     pub(super) fn sweep_has_ended(&mut self) {
         self.ids = None;
     }

@@ -1,4 +1,4 @@
-//! A sweep as rows are judged by it, and what rows that it takes are called: for the counters, and for those who are told of the rows.
+//! Matching of rows against a sweep, and the names of expiry reasons, for the counters and the eviction queue.
 
 use std::collections::BTreeMap;
 use std::mem;
@@ -8,48 +8,48 @@ use crate::lifecycle::ExpirySweep;
 use crate::rows::RowHeader;
 use crate::types::Id;
 
-/// So many sweeps are remembered at most in whose place one goes on. What an older one took counts as taken by the oldest of these.
+/// Maximum number of replaced sweeps to keep. Rows matched by an older one count as matched by the oldest of these.
 const MOST_EARLIER: usize = 1023;
 
-/// A row that a sweep takes.
+/// A row matched by a sweep.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExpiredRow {
     pub(super) id: Id,
-    /// The epoch in which it was modified last.
+    /// The epoch in which the row was last modified.
     pub(super) modified_epoch: u32,
-    /// The name of what it dies by, by its place among [`SweepMatcher::names`].
+    /// Expiry reason: a position in [`SweepMatcher::reasons`].
     pub(super) reason: u8,
 }
 
-/// A sweep, and what is to be said of the rows that it takes.
+/// A sweep, and the reasons of the rows that it matches.
 #[derive(Debug)]
 pub(super) struct SweepMatcher {
     pub(super) sweep: ExpirySweep,
-    /// The epoch in which it began.
+    /// The epoch in which the sweep started.
     pub(super) epoch: u32,
-    /// The sweeps in whose place this one goes on, the oldest first. Each takes all that the ones before it take.
+    /// Sweeps replaced by this one, oldest first. Each matches all rows that the sweeps before it match.
     earlier: Vec<ExpirySweep>,
-    /// The names of what these sweeps may take rows by, without doubles.
+    /// Distinct names of the reasons of these sweeps.
     reasons: Vec<&'static str>,
 }
 
 impl SweepMatcher {
-    /// A sweep that begins in `epoch`.
+    /// A matcher for a sweep that starts in `epoch`.
     pub(super) fn new(sweep: ExpirySweep, epoch: u32) -> Self {
         let mut names = Vec::new();
         sweep.add_reasons(&mut names);
         Self { sweep, epoch, earlier: Vec::new(), reasons: names }
     }
 
-    /// A sweep that begins in `epoch` and goes on in the place of another one, which is done then. Where nobody is told of rows, only names
-    /// matter.
+    /// A matcher for a sweep that starts in `epoch` and replaces another one, which ends. Without a notifier only the
+    /// names of reasons matter.
     pub(super) fn replacing(replaced: &mut Arc<Self>, sweep: ExpirySweep, epoch: u32, has_notifier: bool) -> Self {
         let mut names = replaced.reasons.clone();
         sweep.add_reasons(&mut names);
         if !has_notifier && names.len() == 1 {
             return Self { sweep, epoch, earlier: Vec::new(), reasons: names };
         }
-        // Nobody else holds it but for rows that are on their way, so there is mostly nothing to copy.
+        // Only rows in transit hold another reference, so there is mostly nothing to copy.
         let mut before = match Arc::get_mut(replaced) {
             Some(other) => mem::take(&mut other.earlier),
             None => replaced.earlier.clone(),
@@ -61,12 +61,14 @@ impl SweepMatcher {
         Self { sweep, epoch, earlier: before, reasons: names }
     }
 
-    /// A row that this takes, with weights `[D]`. They may be empty where [`SweepMatcher::reason_needs_weights`] says no.
+    /// A row matched by this sweep, with weights `[D]`. They may be empty unless
+    /// [`SweepMatcher::reason_needs_weights`].
     pub(super) fn expired_row(&self, header: &RowHeader, weights: &[f32]) -> ExpiredRow {
         ExpiredRow { id: header.id, modified_epoch: header.modified_epoch, reason: self.reason(header, weights) }
     }
 
-    /// What a row that this takes dies by: a place among the names. Weights are as in [`SweepMatcher::dead`].
+    /// The expiry reason of a row matched by this sweep, as a position in the names. `weights` as for
+    /// [`SweepMatcher::expired_row`].
     pub(super) fn reason(&self, header: &RowHeader, weights: &[f32]) -> u8 {
         if !self.reasons_differ() {
             return 0;
@@ -75,24 +77,24 @@ impl SweepMatcher {
         self.reasons.iter().position(|known| *known == name).unwrap_or_default() as u8
     }
 
-    /// Whether one must look at a row to know what it dies by.
+    /// True if the reason depends on the row.
     pub(super) fn reasons_differ(&self) -> bool {
         self.reasons.len() > 1
     }
 
-    /// Whether one must look at the weights of a row to know what it dies by.
+    /// True if the reason depends on the weights of the row.
     pub(super) fn reason_needs_weights(&self) -> bool {
         self.reasons_differ() && self.earlier.iter().chain([&self.sweep]).any(ExpirySweep::needs_weights)
     }
 
-    /// The step after which a row that this takes dies, and what it dies by: those of the first sweep that takes it.
+    /// The step and the reason by which a row matched by this sweep expires: those of the first sweep that matches it.
     pub(super) fn step_and_reason(&self, header: &RowHeader, weights: &[f32]) -> (u64, &'static str) {
         let first = self.earlier.partition_point(|sweep| !sweep.matches(header, weights));
         let sweep = self.earlier.get(first).unwrap_or(&self.sweep);
         (sweep.step, sweep.reason(header, weights))
     }
 
-    /// Add these rows, which this has taken, to the numbers of rows that died by what is called so.
+    /// Adds rows expired by this sweep to the counts by reason.
     pub(super) fn count(&self, expired: &[ExpiredRow], counts: &mut BTreeMap<&'static str, u64>) {
         for (place, &name) in self.reasons.iter().enumerate() {
             let rows = expired.iter().filter(|row| usize::from(row.reason) == place).count();

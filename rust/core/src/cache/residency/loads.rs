@@ -1,4 +1,4 @@
-//! Rows that are being read from SSD into host slots, and what becomes of them.
+//! Reads of rows from SSD into host slots, and their completion.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -12,10 +12,11 @@ use crate::ssd::{FetchBatch, RowFetch};
 use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
 
-/// Rows that one thread bears at a time.
+/// Number of rows that one thread initializes at a time.
 const NEW_ROWS_AT_ONCE: usize = 512;
 
-/// Some reads into host slots, submitted together. The slots are LOADING until the residency has finished them under the table's lock.
+/// Reads into host slots that were submitted together. The slots are LOADING until [`Residency::finish_load`] finishes
+/// them under the table's lock.
 pub(crate) struct HostLoad {
     fetch: Arc<RowFetch>,
     /// The ids and the slots that they are read into, in the order of the fetch.
@@ -24,7 +25,7 @@ pub(crate) struct HostLoad {
 }
 
 impl HostLoad {
-    /// Wait for the reads. This needs no lock. How they ended, [`Residency::finish_load`] says.
+    /// Waits for the reads, without a lock. [`Residency::finish_load`] returns their result.
     pub(crate) fn wait(&self) {
         let _ = self.fetch.wait();
     }
@@ -37,21 +38,21 @@ impl HostLoad {
         self.rows.iter().map(|&(id, _)| id)
     }
 
-    /// How it ended, once the residency has finished it.
+    /// The result, once the load is finished.
     fn outcome(&self) -> Option<Result<()>> {
         lock(&self.finished).clone()
     }
 }
 
 impl Residency {
-    /// Read rows into host slots, once `batch` is submitted. The slots are inserted, pinned and LOADING.
+    /// Adds reads of rows into host slots to `batch`. The slots are inserted, pinned and LOADING.
     pub(super) fn start_load(&mut self, rows: Vec<(Id, CacheSlot)>, batch: &mut FetchBatch) -> Arc<HostLoad> {
         let ssd = self.context.ssd.as_ref().expect("rows are read from SSD only where there is one");
         let arena = Arc::clone(self.host.arena());
         let wanted: Vec<(Id, RowMut)> = rows
             .iter()
-            // SAFETY: the slot was taken, so it is valid in the arena, which the fetch keeps. It is LOADING, so nobody else reads or
-            // writes its row until the load is finished.
+            // SAFETY: the slot was taken, so it is valid in the arena, which the fetch keeps. It is LOADING, so no
+            // other thread reads or writes its row until the load is finished.
             .map(|&(id, slot)| (id, unsafe { RowMut::new(arena.row(slot)) }))
             .collect();
         let fetch = ssd.fetch_in(wanted, arena, batch);
@@ -61,8 +62,8 @@ impl Residency {
         loading
     }
 
-    /// Settle the slots of a load. It is waited for if it is not done. The error is that of the reads; every plan that waits for the load
-    /// gets it.
+    /// Finishes a load: waits for its reads and updates its slots. The error is that of the reads; every plan that
+    /// waits for the load receives it.
     pub(crate) fn finish_load(&mut self, loading: &Arc<HostLoad>) -> Result<()> {
         if let Some(outcome) = loading.outcome() {
             return outcome;
@@ -82,7 +83,7 @@ impl Residency {
             }
         };
         for &(id, slot) in &loading.rows {
-            // The pins of rows that are there are not asked for, which would have those of all groups counted.
+            // The pins of current rows are not queried, because that would count the pins of all groups.
             if !self.host.slots.state(slot).is_current() && !self.host.slots.is_pinned(slot) {
                 self.forget_provisional(slot, id);
             }
@@ -91,7 +92,7 @@ impl Residency {
         outcome
     }
 
-    /// Settle the slots of reads that succeeded. `absent` are positions, rising, of rows that turned out not to be there.
+    /// Updates the slots of successful reads. `absent` are positions, ascending, of rows that turned out to be missing.
     fn rows_were_read(&mut self, rows: &[(Id, CacheSlot)], absent: Vec<u32>) {
         let missing = absent.len() as u64;
         let found = rows.len() as u64 - missing;
@@ -103,7 +104,7 @@ impl Residency {
         for (position, &(id, slot)) in rows.iter().enumerate() {
             self.host.slots.unmark(slot, RowState::LOADING);
             if absent.next_if_eq(&(position as u32)).is_some() {
-                // The SSD index keeps no ids, and took another id's record for this one's. So this one was never trained.
+                // The SSD index stores no ids, and returned a record of another id. So this row was never trained.
                 self.initialize_in_host(&[(id, slot)]);
                 self.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::PROVISIONAL));
                 self.counts.became_provisional(1);
@@ -111,7 +112,7 @@ impl Residency {
         }
     }
 
-    /// Finish every load whose reads are done, without waiting. Their errors belong to the plans that wait for them.
+    /// Finishes every load whose reads are done, without waiting. Errors go to the plans that wait for the loads.
     pub(super) fn finish_ready_loads(&mut self) {
         for loading in self.loads.clone() {
             if loading.is_done() {
@@ -120,15 +121,15 @@ impl Residency {
         }
     }
 
-    /// Wait for every load and finish it, also those that fail. After that no read writes into any slot. Their errors belong to the plans
-    /// that wait for them, so that nobody else fails for them.
+    /// Waits for every load and finishes it, including failed ones. Afterwards no read writes to a slot. Errors go only
+    /// to the plans that wait for the loads.
     pub(crate) fn finish_loads(&mut self) {
         for loading in self.loads.clone() {
             let _ = self.finish_load(&loading);
         }
     }
 
-    /// The error of somebody who wants a row whose read failed for an earlier plan.
+    /// The error for a row whose read failed for an earlier plan.
     pub(super) fn unread_row_error(&self, id: Id) -> Error {
         Error::new(
             Kind::Storage,
@@ -140,7 +141,7 @@ impl Residency {
         )
     }
 
-    /// Forget a host row without pins that is provisional, or whose read failed. Other rows, and rows being read, stay.
+    /// Removes an unpinned host row that is provisional or whose read failed. Keeps other rows and rows being read.
     pub(super) fn forget_provisional(&mut self, slot: CacheSlot, id: Id) {
         let row = self.host.slots.state(slot);
         if row.has(RowState::PROVISIONAL.with(RowState::FAILED)) && !row.has(RowState::LOADING) {
@@ -152,8 +153,9 @@ impl Residency {
         }
     }
 
-    /// Do `admit`, which hands over ids with host slots that it has taken and pinned for their births, of about so many rows. `threads` threads,
-    /// of which this is one once `admit` is over, write their initial values. All are there when this returns.
+    /// Runs `admit`, which passes on ids with host slots that it has taken and pinned for about `rows` new rows. Up to
+    /// `threads` threads, including this one after `admit`, write their initial values. All are written when this
+    /// returns.
     pub(super) fn initialize_in_parallel<R>(
         &mut self,
         threads: usize,
@@ -162,9 +164,9 @@ impl Residency {
     ) -> R {
         let (base, arena) = (Arc::clone(&self.context), Arc::clone(self.host.arena()));
         let cost = rows * base.floats() as u64;
-        // SAFETY: the slots were taken, so they are valid in the arena, and each is one id's. Until all are born no plan that has them is in
-        // place, so no kernel uses them. Whoever else wants a row needs the table's lock, which the caller has, and `admit` looks only at rows
-        // that are not pinned.
+        // SAFETY: the slots were taken, so they are valid in the arena, and each belongs to one id. Until all are
+        // initialized no plan that has them is active, so no kernel uses them. Any other access to a row needs the
+        // table's lock, which the caller has, and `admit` accesses only unpinned rows.
         let bear = |born: Vec<(Id, CacheSlot)>| unsafe {
             base.initialize_rows(born.len(), |row| (born[row].0, arena.row(born[row].1)), 1);
         };
@@ -173,11 +175,12 @@ impl Residency {
         })
     }
 
-    /// Write the initial values of ids into their host slots, which no plan that is in place has.
+    /// Writes the initial values of ids into their host slots, which no active plan uses.
     pub(super) fn initialize_in_host(&self, new_rows: &[(Id, CacheSlot)]) {
         let arena = self.host.arena();
-        // SAFETY: the slots were taken, so they are valid in the arena, and each is one id's. No kernel uses them, since no plan that has
-        // them is in place yet, and whoever else wants a row needs the table's lock, which the caller has.
+        // SAFETY: the slots were taken, so they are valid in the arena, and each belongs to one id. No kernel uses
+        // them, because no plan that has them is active yet, and any other access to a row needs the table's lock,
+        // which the caller has.
         unsafe { self.context.initialize_rows(new_rows.len(), |row| (new_rows[row].0, arena.row(new_rows[row].1)), 1) };
     }
 }

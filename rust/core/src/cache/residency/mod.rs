@@ -1,12 +1,12 @@
-//! Where the rows of a table are. The [`Residency`] alone moves rows between the tiers, and it alone keeps their bits and the table's
-//! counters.
+//! Placement of a table's rows in its tiers. Only [`Residency`] moves rows between tiers, and only it updates their
+//! state bits and the table's counters.
 //!
-//! It exists behind the table's lock. Everybody else sees operations with names: a plan *admits* rows to the host tier, *promotes* them to
-//! the device, *trains* and *releases* them; rows are *demoted* from the device, *evicted* from RAM, *written down* to SSD, *dropped* when
-//! the table is full; calls by id *find*, *read*, *import* and *forget* rows. Before a row changes or leaves its slot each of these tells
-//! whoever watches ([`watch`](super::watch)).
+//! All of it runs under the table's lock. The other modules call named operations: a plan *admits* rows to the host
+//! tier, *promotes* them to the device, *trains* and *releases* them; rows are *demoted* from the device, *evicted*
+//! from RAM, *written back* to SSD, *dropped* when the table is full; calls by id *find*, *read*, *import* and *forget*
+//! rows. Each operation notifies the watchers ([`watch`](super::watch)) before a row changes or leaves its slot.
 //!
-//! What can fail comes before what moves: an operation that returns an error says what has changed by then, mostly nothing.
+//! Fallible work precedes moves. The docs of an operation state the changes that remain after an error, mostly none.
 
 mod admit;
 mod begin_sweep;
@@ -71,71 +71,70 @@ use crate::ssd::{SsdTier, StateCounters};
 use crate::stats::{AdmissionStats, EvictionStats, HistogramSnapshot, SsdStats, TierStats};
 use crate::types::{CacheSlot, NO_SLOT};
 
-/// The largest step that a table may be set to. Training counts on from there without an overflow.
+/// The largest step of a table that can be set. Training can count on from it without an overflow.
 const MOST_STEPS: u64 = 1 << 53;
-/// While slots are gone through, the state of the slot that comes this many slots later is fetched into the processor's cache.
+/// Distance, in slots, at which a pass over the slots prefetches slot state into the CPU cache.
 const SLOTS_AHEAD: usize = 24;
-/// Rows that are read from the device at once at most.
+/// Maximum number of rows in one read from the device.
 const ROWS_PER_GATHER: usize = 4096;
 
-/// The share of `host_bytes` that the ids that left a table may take: one part in this many, within the two bounds below.
+/// The tombstones of a table may use `host_bytes / HISTORY_SHARE`, within the two bounds below.
 const HISTORY_SHARE: u64 = 64;
-/// The ids that left a table may take these bytes, however small the table is.
+/// Lower bound of the bytes for tombstones, for small tables.
 const LEAST_HISTORY_BYTES: u64 = capacity::FREE_HISTORY_BYTES;
-/// The ids that left a table take at most these bytes, however large the table is.
+/// Upper bound of the bytes for tombstones, for large tables.
 const MOST_HISTORY_BYTES: u64 = 128 << 20;
 
-/// The rows of one table in RAM and on the device, what is known of those on SSD, and whoever watches them.
+/// The rows of one table in RAM and on the device, the state of its rows on SSD, and the watchers of both.
 pub(crate) struct Residency {
     context: Arc<TableContext>,
     host: HostTier,
     device: Option<DeviceTier>,
     counts: RowCounts,
     traffic: PlanTraffic,
-    /// Reads into host slots that are not finished.
+    /// Unfinished reads into host slots.
     loads: Vec<Arc<HostLoad>>,
-    /// How many reads found a row absent that the SSD index had named, since the table was opened.
+    /// Number of reads since the table was opened that found no row where the SSD index had named one.
     absent_reads: u64,
-    /// Training steps.
+    /// Number of training steps.
     step: u64,
-    /// The epoch of rows that are trained now.
+    /// The epoch of rows that are trained at present.
     epoch: u32,
-    /// Of the rows that were modified in this epoch or later, those that are newest in RAM are marked `MODIFIED`.
+    /// Rows modified in this epoch or later whose newest copy is in RAM are marked `MODIFIED`.
     marked_since: u32,
     history: CheckpointHistory,
     exports: ExportSet,
     snapshot: Option<Box<SnapshotRows>>,
-    /// Decides which ids get rows, and counts the others. `None` where all get one.
+    /// Decides which ids are admitted and counts the others. `None` if every id is admitted.
     admitter: Option<RowAdmitter>,
     new_rows: NewRowLog,
     active_plans: ActivePlans,
-    /// The sweep whose dead rows are not all buried yet.
+    /// The sweep that has not removed all of its expired rows yet.
     sweep: Option<SweepProgress>,
-    /// Rows that sweeps before it have spared, because plans in place use them.
+    /// Rows deferred by earlier sweeps because active plans use them.
     deferred: DeferredRows,
-    /// The last sweep that was finished, where no rows were put into the table since it began.
+    /// The last finished sweep, if no rows were added to the table since it started.
     last_sweep: Option<ExpirySweep>,
-    /// When the steps were made, as far as that is known.
+    /// Times of the training steps, as far as they are known.
     clock: StepClock,
-    /// The time that the user has set, in milliseconds.
+    /// The time set by the user, in milliseconds.
     user_time: Option<u64>,
-    /// The time that the user had set before a load. It is that of now where the load brought no times, and times that are set do not
-    /// have to be after it.
+    /// The time set by the user before a load. It is the current time if the load brought no times. Times set later may
+    /// precede it.
     time_before_load: u64,
-    /// Who is told of evicted rows; `None` where nobody is.
+    /// Delivers evicted rows; `None` if there is no consumer.
     notifier: Option<Box<EvictionNotifier>>,
-    /// Why rows die by sweeps.
-    /// How many rows have died by what is called so.
+    /// Number of rows expired by sweeps, by rule name.
     evicted_by_rule: BTreeMap<&'static str, u64>,
-    /// The table's version where nothing has changed since the last sweep but what that took.
+    /// The table's version, if nothing has changed since the last sweep except by that sweep.
     version_after_sweep: Option<u64>,
-    /// What ids share that are refused a row, where the table has such a row.
+    /// The OOV row: the row shared by ids that are not admitted, if the table has one.
     oov_row: Option<OovRow>,
-    /// Copies of device rows that were made for the operation that holds the table's lock.
+    /// Copies of device rows for the operation that holds the table's lock.
     copies: DeviceCopies,
 }
 
-/// What plans have found where, since the table was opened.
+/// Hits and misses of plans by tier since the table was opened.
 #[derive(Debug, Default)]
 struct PlanTraffic {
     host: TierStats,
@@ -151,23 +150,24 @@ struct PlanTraffic {
 /// Counters of a table and its tiers.
 #[derive(Clone, Debug, Default)]
 pub struct TableStats {
-    /// Rows in all tiers.
+    /// Number of rows in all tiers.
     pub rows: u64,
-    /// Training steps.
+    /// Number of training steps.
     pub step: u64,
-    /// Slots that plans in flight have pinned.
+    /// Number of slots pinned by plans in flight.
     pub pinned_rows: u64,
-    /// Plans whose working set did not fit the tier that kernels run on.
+    /// Number of plans whose working set did not fit the tier that kernels run on.
     pub overflow_plans: u64,
-    /// Rows that were dropped because of `on_full = evict`.
+    /// Number of rows dropped because of `on_full = evict`.
     pub dropped_rows: u64,
-    /// How long training waited for each batch until all of its rows had their slots: for reads, for room, and for the table's lock.
+    /// Time that training waited for each batch until all of its rows had slots: for reads, free space and the table's
+    /// lock.
     pub row_wait: HistogramSnapshot,
-    /// How long the table's lock was held each time.
+    /// Durations of holding the table's lock.
     pub lock_held: HistogramSnapshot,
-    /// Admission, where some ids get no row.
+    /// Admission statistics, if the table has an admission rule.
     pub admission: Option<AdmissionStats>,
-    /// Eviction, where the table has a rule or somebody is told of evicted rows.
+    /// Eviction statistics, if the table has an eviction rule or a consumer of evicted rows.
     pub eviction: Option<EvictionStats>,
     /// The device tier, if there is one.
     pub device: Option<TierStats>,
@@ -178,7 +178,7 @@ pub struct TableStats {
 }
 
 impl Residency {
-    /// The residency of a table that was just opened, with all its rows on SSD. `host` and `device` are empty.
+    /// The placement of a table that was just opened, with all its rows on SSD. `host` and `device` are empty.
     pub(crate) fn new(
         context: Arc<TableContext>,
         host: HostTier,
@@ -219,20 +219,21 @@ impl Residency {
         residency
     }
 
-    /// Rows of the table in all tiers.
+    /// Number of rows in all tiers.
     pub(crate) fn rows(&self) -> u64 {
         self.counts.rows()
     }
 
-    /// The training steps and the epoch, as the SSD tier's state and checkpoints have them.
+    /// The training step and the epoch, as stored in the SSD tier's state and in checkpoints.
     pub(crate) fn counters(&self) -> StateCounters {
         StateCounters { step: self.step, epoch: self.epoch }
     }
 
-    /// Set the step counter. Rows that a sweep under way takes go first, because it takes no rows that were trained later.
+    /// Sets the step counter. Finishes the sweep in progress first, because it does not match rows trained later.
     ///
-    /// Errors: `Input` for more than [`MOST_STEPS`]; those of [`Residency::finish_sweep`], and `State` where the step would go back while batches
-    /// in flight have rows that a sweep has spared: trained then, they would count as trained before the sweep. Nothing has changed then.
+    /// Errors: `Input` if `step` exceeds [`MOST_STEPS`]; those of [`Residency::finish_sweep`]; `State` if the step
+    /// would decrease while batches in flight use deferred rows, because rows trained at a lower step would count as
+    /// trained before the sweep. On an error nothing has changed.
     pub(crate) fn set_step(&mut self, step: u64) -> Result<()> {
         if step > MOST_STEPS {
             let name = &self.context.config.name;
@@ -252,27 +253,27 @@ impl Residency {
         Ok(())
     }
 
-    /// Slots with pins.
+    /// Number of pinned slots.
     fn pinned(&mut self) -> u32 {
         self.host.slots.pinned() + self.device.as_mut().map_or(0, |device| device.slots.pinned())
     }
 
-    /// The memory of the rows that kernels use; `None` where they run on the device tier.
+    /// Memory of the rows that kernels use; `None` if kernels run on the device tier.
     pub(crate) fn kernel_arena(&self) -> Option<&Arc<RowArena>> {
         self.device.is_none().then(|| self.host.arena())
     }
 
-    /// Slots that the device tensors must have. 0 without a device tier.
+    /// Number of slots that the device tensors must have. 0 without a device tier.
     pub(crate) fn required_device_slots(&self) -> u32 {
         self.device.as_ref().map_or(0, DeviceTier::required_slots)
     }
 
-    /// Ask the system now for the memory of so many more rows, as far as the host budget has room for them.
+    /// Allocates memory for `rows` more rows, as far as they fit the host budget.
     pub(crate) fn reserve(&mut self, rows: u64) -> Result<()> {
         self.host.reserve(rows.min(self.host.free_rows()) as usize)
     }
 
-    /// How many rows of a plan are past the budget of the tier that kernels run on.
+    /// Number of rows of a plan beyond the budget of the tier that kernels run on.
     pub(crate) fn overflow_of(&self, pins: &PlanPins) -> u32 {
         let (slots, capacity) = match &self.device {
             Some(device) => (&pins.device, device.slots.capacity()),
@@ -280,17 +281,17 @@ impl Residency {
         };
         let past = |slot: &&CacheSlot| **slot != NO_SLOT && **slot >= capacity;
         let past = slots.iter().filter(past).count() as u32;
-        // Without a device tier, slots of the host tier may be past the budget that tables share.
+        // Without a device tier, slots of the host tier may exceed the budget shared by tables.
         if self.device.is_some() { past } else { (past + self.host.rows_past_budget()).min(slots.len() as u32) }
     }
 
-    /// Count a plan whose rows are in place, of which so many are past that budget.
+    /// Counts a placed plan that has this many rows beyond the budget.
     pub(crate) fn count_overflow(&mut self, rows: u32) {
         self.traffic.overflow_plans += u64::from(rows > 0);
     }
 
-    /// Put `NO_SLOT` in the place of those of these slots, of the tier that kernels run on, whose rows are not born yet: an evaluation that
-    /// reads zeros has no row for them. `slots` has one for each id of the plan: `[U]`.
+    /// Replaces slots of provisional rows with `NO_SLOT`, for an evaluation that reads zeros for missing ids. `slots`
+    /// are slots of the tier that kernels run on, one per id of the plan: `[U]`.
     pub(crate) fn leave_out_provisional(&self, pins: &PlanPins, slots: &mut [CacheSlot]) {
         for (slot, &host) in slots.iter_mut().zip(&*pins.host) {
             let on_device = self.device.as_ref().is_some_and(|tier| Self::is_provisional(&tier.slots, *slot));
@@ -300,21 +301,22 @@ impl Residency {
         }
     }
 
-    /// Whether a slot has a provisional row. `NO_SLOT` has none.
+    /// True if the slot has a provisional row. `NO_SLOT` has none.
     #[inline]
     fn is_provisional(slots: &SlotMap, slot: CacheSlot) -> bool {
         slot != NO_SLOT && slots.state(slot).has(RowState::PROVISIONAL)
     }
 
-    /// Count the time that a plan has waited for the SSD tier.
+    /// Counts the time that a plan has waited for the SSD tier.
     pub(crate) fn record_ssd_wait(&mut self, nanoseconds: u64) {
         self.traffic.ssd_time_ns += nanoseconds;
     }
 
-    /// Forget every row, and no count of an id that waits for one. No plan uses any row, and none is being read.
+    /// Removes every row and keeps the admission counts of pending ids. Requires that no plan uses a row and no read is
+    /// in progress.
     pub(crate) fn clear(&mut self) -> Result<()> {
         self.notify_rest()?;
-        // An export that could miss some of the rows ends.
+        // Cancels exports that could miss some of the rows.
         self.context.bump_version();
         if let Some(ssd) = &self.context.ssd {
             ssd.clear()?;
@@ -327,41 +329,41 @@ impl Residency {
         self.counts.cleared();
         self.history.forget();
         self.drop_sweep();
-        // Rows that come in may be of other steps.
+        // Rows added later may belong to other steps.
         self.restore_clock(&StepClock::default());
         Ok(())
     }
 
-    /// Forget the counts of all ids that wait for rows.
+    /// Clears the admission counts of all pending ids.
     pub(crate) fn clear_counts(&mut self) {
         if let Some(admitter) = &mut self.admitter {
             admitter.clear();
         }
     }
 
-    /// The checkpoints that a delta can build on, oldest first. None while rows are there that a sweep has spared, because a delta which says
-    /// the sweep could not have them.
+    /// The base checkpoints of a possible delta, oldest first. Empty while rows are deferred, because a delta that
+    /// records the sweep could not contain them.
     pub(crate) fn base_checkpoints(&self) -> &[BaseCheckpoint] {
         if self.has_deferred() { &[] } else { self.history.bases() }
     }
 
-    /// The sweeps since `base`. They take rows of that checkpoint which are not there any more, and no others.
+    /// The sweeps since `base`. They match exactly those rows of that checkpoint that they have removed.
     pub(crate) fn sweeps_since(&self, base: &BaseCheckpoint) -> Vec<ExpirySweep> {
         self.history.sweeps_since(base)
     }
 
-    /// Note that the table was saved as this checkpoint, or loaded from it.
+    /// Records that the table was saved as this checkpoint, or loaded from it.
     pub(crate) fn saved_as(&mut self, base: BaseCheckpoint) {
         self.history.saved_as(base);
     }
 
-    /// Note that the save of the moment that began with this `next_epoch` is over: the table was saved as `base`, or the save failed
-    /// (`None`).
+    /// Records the end of the background save whose snapshot started with `next_epoch`. `base` is `None` if the save
+    /// failed.
     pub(crate) fn finish_background_save(&mut self, next_epoch: u32, base: Option<BaseCheckpoint>) {
         self.history.finish_background_save(next_epoch, base);
     }
 
-    /// Counters of the table and its tiers.
+    /// Returns counters of the table and its tiers.
     pub(crate) fn stats(&mut self) -> TableStats {
         let pinned_rows = u64::from(self.pinned());
         let ssd = self.context.ssd.as_ref();
@@ -413,33 +415,33 @@ impl Residency {
 
     fn ssd_stats(&self, ssd: &SsdTier) -> SsdStats {
         let mut stats = ssd.stats();
-        // These three are what plans have met. The tier counts every row that it is asked for, those of reads outside of plans too.
+        // These three count rows of plans only. The tier also counts reads outside of plans.
         stats.tier.hits = self.traffic.ssd_hits;
         stats.tier.misses = self.traffic.ssd_misses;
         stats.tier.time_ns = self.traffic.ssd_time_ns;
         stats
     }
 
-    /// Bytes of memory that rows in RAM take now, as the system says.
+    /// Resident bytes of the rows in RAM, as reported by the operating system.
     #[cfg(test)]
     pub(crate) fn resident_bytes(&self) -> u64 {
         self.host.arena().resident_bytes() as u64
     }
 }
 
-/// Bytes of RAM that the ids that left a table since a save may take. Each flush may write as many.
+/// Maximum bytes of RAM for the tombstones since a save. Each flush may write as many bytes.
 fn history_bytes(config: &TableConfig) -> u64 {
     let most = (config.expected_host_bytes() / HISTORY_SHARE).clamp(LEAST_HISTORY_BYTES, MOST_HISTORY_BYTES);
     let in_note = |ssd: &SsdConfig| note::rest_bytes(config, SsdTier::max_metadata_bytes_of(ssd.bytes)) as u64;
     config.ssd.as_ref().map_or(most, |ssd| most.min(in_note(ssd)))
 }
 
-/// Bytes of the host budget that a row takes.
+/// Bytes of the host budget per row.
 pub fn host_row_bytes(layout: &RowLayout, policy: PolicyKind) -> u64 {
     HostTier::bytes_per_row(layout, policy)
 }
 
-/// Bytes of the device budget that a row takes: its values on the device, and its header, index entry and policy entry in RAM.
+/// Bytes of the device budget per row: its values on the device, and its header, index entry and policy entry in RAM.
 pub fn device_row_bytes(layout: &RowLayout, policy: PolicyKind) -> u64 {
     (layout.floats() * 4 + size_of::<RowHeader>() + SlotMap::bytes_per_slot(policy)) as u64
 }

@@ -1,4 +1,5 @@
-//! Which rows are newest in which tier: for walks over a table's rows, and for moments.
+//! Listing of the rows with their newest copy in a given tier, for walks over a table's rows and for snapshots. A copy
+//! is the newest if it is current and no tier below has the same one ([`RowState::is_newest`]).
 
 use std::sync::Arc;
 
@@ -12,25 +13,26 @@ use crate::rows::RowList;
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// While the epochs of rows are looked at, the header that comes this many rows later is fetched into the processor's cache.
+/// Distance, in rows, at which a pass over row epochs prefetches headers into the CPU cache.
 const HEADERS_AHEAD: usize = 16;
 
-/// An export that begins.
+/// The start of an export.
 pub(crate) struct ExportStart {
     pub(crate) number: u64,
     pub(crate) written_back: WrittenBackIds,
-    /// Rows of the table.
+    /// Number of rows of the table.
     pub(crate) rows: u64,
 }
 
 impl Residency {
-    /// Begin an export by slot of the contents that have this number.
+    /// Starts an export by slot of the contents of this version.
     pub(crate) fn begin_export(&mut self, version: u64) -> ExportStart {
         let (number, written_down) = self.exports.begin(version);
         ExportStart { number, written_back: written_down, rows: self.counts.rows() }
     }
 
-    /// Let sweeps take no row of these contents that no batch wants, for as long as what this returns lives.
+    /// Prevents sweeps from removing rows of these contents that no batch requests, until the returned guard is
+    /// dropped.
     pub(crate) fn pin_contents(&mut self, version: u64) -> Arc<()> {
         self.exports.pin_contents(version)
     }
@@ -39,8 +41,8 @@ impl Residency {
         self.exports.end(number);
     }
 
-    /// Lend `take` the next rows of an export that are newest in the host tier, at most `most`, and add to `outdated` the ids of those
-    /// with an older copy on SSD. Returns how many rows there were; 0 says that none are left.
+    /// Passes the next rows of an export with their newest copy in the host tier to `take`, at most `most`, and adds
+    /// the ids of those with an outdated copy on SSD to `outdated`. Returns the number of rows; 0 if none remain.
     pub(crate) fn lend_next(
         &mut self,
         export: u64,
@@ -69,9 +71,9 @@ impl Residency {
         Ok(found.len())
     }
 
-    /// Lend `take` those of the rows in `slots` that were modified in epoch `since` or later and are still newest there: the newest copy of
-    /// the others went to SSD since the slots were listed. The slots are above all that the export was given before. `outdated` is as in
-    /// [`Residency::lend_next`].
+    /// Passes the rows in `slots` that were modified in epoch `since` or later to `take`, if their newest copy is still
+    /// there: other rows were written to SSD since the slots were listed. The slots are above all slots that the export
+    /// has visited. `outdated` as in [`Residency::lend_next`].
     pub(crate) fn lend_modified(
         &mut self,
         export: u64,
@@ -109,7 +111,8 @@ impl Residency {
         Ok(())
     }
 
-    /// The ids of rows that are newest in RAM or on the device, and how many rows there are in all: the others are on SSD, current.
+    /// The ids of rows with their newest copy in RAM or on the device, and the number of all rows: the others are
+    /// current on SSD.
     pub(crate) fn newest_in_ram(&mut self) -> Result<(Vec<Id>, u64)> {
         self.finish_loads();
         let (host, device) = (&self.host, self.device.as_ref());
@@ -126,7 +129,7 @@ impl Residency {
         Ok((ids, self.counts.rows()))
     }
 
-    /// The ids of rows that were modified in epoch `since` or later and are newest in RAM or on the device.
+    /// The ids of rows that were modified in epoch `since` or later, with their newest copy in RAM or on the device.
     pub(crate) fn modified_in_ram(&mut self, since: u32) -> Result<Vec<Id>> {
         self.finish_loads();
         let all = since < self.marked_since;
@@ -141,8 +144,8 @@ impl Residency {
         Ok(ids)
     }
 
-    /// Slots of the host tier, lowest first, whose rows are newest there: those of all rows that were modified in epoch `since` or later,
-    /// and maybe of others.
+    /// Slots of the host tier with the newest copy of a row, in ascending order: those of all rows that were modified
+    /// in epoch `since` or later, and possibly of others.
     pub(crate) fn modified_slots(&mut self, since: u32) -> Result<Vec<CacheSlot>> {
         self.finish_loads();
         let mut slots: Vec<CacheSlot> = Vec::new();
@@ -150,7 +153,7 @@ impl Residency {
         Ok(slots)
     }
 
-    /// Whether RAM or the device has a newer copy of a row than SSD.
+    /// True if RAM or the device has a newer copy of the row than SSD.
     pub(crate) fn is_newer_than_on_ssd(&self, id: Id) -> bool {
         let newer = |slots: &SlotMap| {
             let slot = slots.get(id);
@@ -159,7 +162,7 @@ impl Residency {
         newer(&self.host.slots) || self.device.as_ref().is_some_and(|device| newer(&device.slots))
     }
 
-    /// Begin another epoch. Rows that are trained from here on are of that epoch.
+    /// Starts another epoch. Rows trained afterwards belong to it.
     pub(crate) fn begin_epoch(&mut self, epoch: u32) {
         if epoch == self.epoch {
             return;
@@ -175,9 +178,10 @@ impl Residency {
         }
     }
 
-    /// The ids that left the table since `base`, each once, in rising order. Some of them may be back.
+    /// The distinct ids removed from the table since `base`, in ascending order. Some of them may have been inserted
+    /// again.
     ///
-    /// Errors: `State` where that is not known, so that a full save is wanted.
+    /// Errors: `State` if they are not known, so that a full save is required.
     pub(crate) fn tombstones_since(&self, base: &BaseCheckpoint) -> Result<Vec<Id>> {
         let left = if self.has_deferred() { None } else { self.history.tombstones_since(base) };
         left.ok_or_else(|| {
@@ -193,13 +197,13 @@ impl Residency {
         })
     }
 
-    /// Whether a moment of the table is held.
+    /// True if a snapshot of the table is in progress.
     pub(crate) fn has_snapshot(&self) -> bool {
         self.snapshot.is_some()
     }
 
-    /// Marks of the rows that a moment wants of the host and of the device tier: those that are newest there and were modified in epoch
-    /// `since` or later.
+    /// Marks of the rows of the host and the device tier that belong to a snapshot: rows with their newest copy there
+    /// that were modified in epoch `since` or later.
     pub(crate) fn snapshot_marks(&self, since: u32) -> Result<(SlotMarks, SlotMarks)> {
         let host = self.marks_of(&self.host.slots, since, |slot| self.host.modified_epoch(slot))?;
         let device = self.device.as_ref().map_or(Ok(SlotMarks::default()), |tier| {
@@ -223,7 +227,7 @@ impl Residency {
         Ok(marks)
     }
 
-    /// The ids of rows that are newer in RAM or on the device than on SSD, where they are too.
+    /// The ids of rows that are newer in RAM or on the device than their copy on SSD.
     pub(crate) fn stale_on_ssd(&self) -> impl Iterator<Item = Id> + '_ {
         let is_stale = |row: RowState| row.is_current() && row.has(RowState::DIRTY) && row.has(RowState::ON_SSD);
         let (host, device) = (&self.host, self.device.as_ref());
@@ -235,9 +239,9 @@ impl Residency {
         in_host.map(|slot| host.id(slot)).chain(on_device)
     }
 
-    /// Hold the rows of now for a moment: those of `marks`, which goes with this hold of the table's lock. `table` is the table's number in
-    /// `images`. Rows that are trained from here on are of `next_epoch`. Counts of ids without a row are held too: where `since` is given,
-    /// of the ids that were counted in that epoch or later.
+    /// Starts a snapshot of the current rows: those of `marks`, which must be taken under the same hold of the table's
+    /// lock. `table` is the table's number in `images`. Rows trained afterwards belong to `next_epoch`. Admission
+    /// counts are part of the snapshot: if `since` is set, only those of ids counted in that epoch or later.
     pub(crate) fn begin_snapshot(
         &mut self,
         marks: (SlotMarks, SlotMarks),
@@ -254,7 +258,7 @@ impl Residency {
         self.snapshot = Some(Box::new(SnapshotRows::new(marks.0, marks.1, images, table)));
     }
 
-    /// Let go of what a moment still wants.
+    /// Ends a snapshot and releases its remaining rows.
     pub(crate) fn end_snapshot(&mut self) {
         self.snapshot = None;
         if let Some(admitter) = &mut self.admitter {
@@ -262,8 +266,8 @@ impl Residency {
         }
     }
 
-    /// Lend `take` the next rows of the host tier that the moment wants, at most `most`, from slot `next` on, which is moved behind them.
-    /// Returns how many there were; 0 says that none are left.
+    /// Passes the next pending rows of the snapshot in the host tier to `take`, at most `most`, from slot `next`, and
+    /// advances `next` past them. Returns the number of rows; 0 if none remain.
     pub(crate) fn lend_pending(
         &mut self,
         next: &mut CacheSlot,
@@ -278,7 +282,7 @@ impl Residency {
         Ok(slots.len())
     }
 
-    /// As [`Residency::lend_pending`], copies of rows of the device tier.
+    /// Like [`Residency::lend_pending`], but returns copies of rows of the device tier.
     pub(crate) fn read_pending_on_device(&mut self, next: &mut CacheSlot, most: usize) -> Result<RowChunk> {
         let before = *next;
         let slots = self.snapshot_mut()?.take_next_of_device(next, most.min(ROWS_PER_GATHER));
@@ -295,8 +299,8 @@ impl Residency {
     }
 }
 
-/// Add what `of` gives for the slots of one tier whose rows are newest there and are marked as modified. With `all`, the marks are not
-/// asked, because they tell of too short a time.
+/// Adds the values of `of` for the slots of one tier with newest copies that are marked as modified. With `all`,
+/// ignores the marks, because they cover too short a period.
 fn collect_newest<T>(
     found: &mut Vec<T>,
     slots: &SlotMap,

@@ -1,16 +1,16 @@
-//! What a published state of the SSD tier keeps of a table beside its rows: its lineage, the counts of the ids that wait for rows, when
-//! its steps were made, and the row that refused ids share.
+//! The metadata blob of a table in a published state of the SSD tier: its checkpoint history, the admission counts, the
+//! times of its steps, and the OOV row.
 //!
-//! With a shared row it begins with [`OOV_TAG`], how many numbers the row has, and these. With the times of steps [`CLOCK_TAG`]
-//! follows, the length of the clock's bytes, and these bytes. Where nothing has changed since the last sweep but what that took,
-//! [`UNCHANGED_TAG`] follows. What follows then is the same as where there is none of these:
+//! With an OOV row the blob starts with [`OOV_TAG`], the number of values of the row, and the values. With times of
+//! steps [`CLOCK_TAG`] follows, the length of the clock's bytes, and these bytes. If nothing has changed since the last
+//! sweep except by that sweep, [`UNCHANGED_TAG`] follows. The rest is independent of these parts:
 //!
-//! Without counts it is the bytes of the lineage. With counts it is: [`COUNTS_TAG`], the length of the lineage's bytes, these bytes, and
-//! for each bucket that has any its number, its generation, how many ids it has, and each id with its shows and clicks. The state around
-//! it has a checksum.
+//! Without counts it is the bytes of the checkpoint history. With counts it is: [`COUNTS_TAG`], the length of the
+//! history's bytes, these bytes, and for each bucket with counts its number, its generation, its number of ids, and
+//! each id with its shows and clicks. The enclosing state has a checksum.
 //!
-//! A table is opened only where its notes have room for the shared row and for some times of steps: see [`check_room`]. What else has no
-//! room is left out, which is logged.
+//! A table is opened only if its blobs fit the OOV row and some times of steps: see [`check_metadata_space`]. Other
+//! parts that do not fit are omitted and logged.
 
 use super::Residency;
 use crate::config::{MissingRead, TableConfig};
@@ -20,22 +20,23 @@ use crate::rows::RowLayout;
 use crate::ssd::SsdTier;
 use crate::types::Id;
 
-/// The first bytes of a note with counts. A lineage begins with a brace.
+/// First bytes of a blob with counts. A checkpoint history starts with a brace.
 const COUNTS_TAG: &[u8] = b"counts 1\n";
-/// The first bytes of a note with the times of steps.
+/// First bytes of the times of steps.
 const CLOCK_TAG: &[u8] = b"clock 1\n";
-/// The bytes that say that nothing has changed since the last sweep but what that took.
+/// States that nothing has changed since the last sweep except by that sweep.
 const UNCHANGED_TAG: &[u8] = b"swept 1\n";
-/// The times of steps take at most one part in this many of what the shared row leaves of a note, or [`LEAST_CLOCK_BYTES`].
+/// The times of steps use at most 1/`CLOCK_SHARE` of the blob without the OOV row, or [`LEAST_CLOCK_BYTES`] if that is
+/// more.
 const CLOCK_SHARE: usize = 4;
-/// So many bytes of a note the times of steps may take in any case: some 60 times.
+/// Bytes of a blob that the times of steps may use in any case: about 60 times.
 const LEAST_CLOCK_BYTES: usize = 1 << 10;
-/// The first bytes of a note with a shared row.
+/// First bytes of a blob with an OOV row.
 const OOV_TAG: &[u8] = b"oov row 1\n";
-/// The bit of an id's shows that says that it is of the older generation.
+/// The bit of an id's shows that marks the older generation.
 const OLDER: u32 = 1 << 31;
 
-/// The parts of a note.
+/// The parts of a blob after the OOV row and the times of steps.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct MetadataBlob<'a> {
     pub(super) history: &'a [u8],
@@ -43,7 +44,7 @@ pub(super) struct MetadataBlob<'a> {
 }
 
 impl Residency {
-    /// Take over what a state that is resumed keeps beside the rows. What cannot be read is left out.
+    /// Restores the metadata of a resumed state. Omits unreadable parts.
     ///
     /// Errors: `Memory`.
     pub(crate) fn resume_metadata(&mut self, metadata: &[u8]) -> Result<()> {
@@ -62,15 +63,16 @@ impl Residency {
         counts
             .iter()
             .filter(|counts| buckets.contains(&counts.bucket))
-            // Which of them were counted since the last save is not known, so that the next delta has them all.
+            // It is not known which of them were counted since the last save, so the next delta contains all of them.
             .try_for_each(|counts| self.restore_counts(counts, self.epoch))?;
-        // What was taken over changes nothing of what the sweep has left.
+        // Restoring the metadata does not change the rows that the sweep has left.
         self.version_after_sweep = is_as_swept.then(|| self.context.version());
         Ok(())
     }
 
-    /// The note for a state that the SSD tier publishes, of at most so many bytes. What does not fit is left out, which is logged. Where that
-    /// is the counts, the checkpoints that a delta could build on are left out too, because it would keep the counts of those.
+    /// Encodes the blob for a state that the SSD tier publishes, in at most `most_bytes` bytes. Parts that do not fit
+    /// are omitted and logged. If the counts do not fit, the base checkpoints are omitted too, because a delta based on
+    /// them would keep their counts.
     pub(crate) fn encoded_metadata(&self, most_bytes: usize) -> Vec<u8> {
         let mut note = self.oov_row().map_or_else(Vec::new, oov_row_prefix);
         note.extend(self.encoded_clock(clock_bytes(most_bytes.saturating_sub(note.len()))));
@@ -81,7 +83,7 @@ impl Residency {
         note
     }
 
-    /// The times of steps. A table that was opened without a rule in seconds may have loaded some all the same.
+    /// The times of steps. A table opened without a rule in seconds may have loaded some nevertheless.
     fn encoded_clock(&self, most_bytes: usize) -> Vec<u8> {
         let clock = clock_prefix(&self.clock.encode(most_bytes.saturating_sub(CLOCK_TAG.len() + size_of::<u64>())));
         if clock.is_empty() && !self.clock.is_empty() {
@@ -94,7 +96,7 @@ impl Residency {
         clock
     }
 
-    /// What of the note follows the shared row and the times of steps.
+    /// The part of the blob after the OOV row and the times of steps.
     fn encoded_rest(&self, most_bytes: usize) -> Vec<u8> {
         let lineage = self.encoded_history(most_bytes);
         if !self.keeps_counts() {
@@ -113,7 +115,8 @@ impl Residency {
     }
 
     fn encoded_history(&self, most_bytes: usize) -> Vec<u8> {
-        // A delta could not have rows that a sweep has spared: see `Residency::ancestors`. A resume would not know of them.
+        // A delta could not contain deferred rows: see `Residency::base_checkpoints`. A resume would not know about
+        // them.
         let lineage = if self.has_deferred() { Vec::new() } else { self.history.encode(most_bytes) };
         if lineage.is_empty() && !self.history.bases().is_empty() {
             tracing::info!(
@@ -125,26 +128,26 @@ impl Residency {
     }
 }
 
-/// How many of these bytes, which the shared row leaves of a note, the times of steps may take.
+/// Number of bytes that the times of steps may use out of `space`, the blob without the OOV row.
 fn clock_bytes(space: usize) -> usize {
     (space / CLOCK_SHARE).max(space.min(LEAST_CLOCK_BYTES))
 }
 
-/// The bytes of a note that a table's shared row takes, if it has one.
+/// Number of bytes that a table's OOV row uses in a blob; 0 if it has none.
 fn oov_row_bytes(config: &TableConfig) -> usize {
     let numbers = OOV_TAG.len() + size_of::<u32>() + config.layout().floats() * size_of::<f32>();
     if config.not_admitted == MissingRead::OovRow { numbers } else { 0 }
 }
 
-/// How many of the bytes of a note are left for the lineage and the counts, beside the shared row and the times of steps.
+/// Number of bytes of a blob for the checkpoint history and the counts, next to the OOV row and the times of steps.
 pub(super) fn rest_bytes(config: &TableConfig, metadata_bytes: usize) -> usize {
     let left = metadata_bytes.saturating_sub(oov_row_bytes(config));
     if config.keeps_times() { left - clock_bytes(left) } else { left }
 }
 
-/// Check that a published state of the SSD tier has room for the shared row, and for some times of steps where a rule needs them.
+/// Checks that a published state of the SSD tier fits the OOV row, and some times of steps if a rule needs them.
 ///
-/// Errors: `Config`, which says how many bytes the tier needs.
+/// Errors: `Config`, which states how many bytes the tier needs.
 pub(crate) fn check_metadata_space(config: &TableConfig) -> Result<()> {
     let Some(ssd) = &config.ssd else { return Ok(()) };
     let (shared, clock) = (oov_row_bytes(config), if config.keeps_times() { LEAST_CLOCK_BYTES } else { 0 });
@@ -169,36 +172,36 @@ pub(crate) fn check_metadata_space(config: &TableConfig) -> Result<()> {
     ))
 }
 
-/// The beginning of a note with these bytes of a clock; nothing where there are none.
+/// Encodes the part of a blob with these bytes of a clock; empty if there are none.
 fn clock_prefix(clock: &[u8]) -> Vec<u8> {
     if clock.is_empty() { Vec::new() } else { [CLOCK_TAG, &(clock.len() as u64).to_le_bytes(), clock].concat() }
 }
 
-/// The bytes of a note's clock, and what follows them. Where they cannot be told apart both are empty.
+/// Splits a blob into the clock's bytes and the rest. Both are empty if they cannot be separated.
 fn split_clock(metadata: &[u8]) -> (&[u8], &[u8]) {
     let Some(rest) = metadata.strip_prefix(CLOCK_TAG) else { return (&[], metadata) };
     split_part(rest).unwrap_or_default()
 }
 
-/// Whether a note says that nothing has changed since the last sweep, and what follows that.
+/// Splits a blob into the flag that nothing has changed since the last sweep, and the rest.
 fn split_unchanged(metadata: &[u8]) -> (bool, &[u8]) {
     metadata.strip_prefix(UNCHANGED_TAG).map_or((false, metadata), |rest| (true, rest))
 }
 
-/// Bytes that their length comes before, and what follows them.
+/// Splits bytes into a length-prefixed part and the rest.
 fn split_part(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = bytes.split_first_chunk::<8>()?;
     rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)
 }
 
-/// The beginning of a note with this shared row.
+/// Encodes the part of a blob with this OOV row.
 fn oov_row_prefix(row: &OovRow) -> Vec<u8> {
     let mut note = [OOV_TAG, &(row.values().len() as u32).to_le_bytes()].concat();
     note.extend(row.values().iter().flat_map(|value| value.to_le_bytes()));
     note
 }
 
-/// The shared row of a note, where it has one of this layout, and what comes after it.
+/// Splits a blob into the OOV row, if it has one of this layout, and the rest.
 fn split_oov_row(metadata: &[u8], layout: RowLayout) -> (Option<OovRow>, &[u8]) {
     let parts = metadata.strip_prefix(OOV_TAG).and_then(|rest| {
         let (count, rest) = rest.split_first_chunk()?;
@@ -209,7 +212,7 @@ fn split_oov_row(metadata: &[u8], layout: RowLayout) -> (Option<OovRow>, &[u8]) 
     (OovRow::from_values(layout, values.collect()), rest)
 }
 
-/// The note with these counts; `None` where it would have more than `most` bytes.
+/// Encodes the blob with these counts; `None` if it would have more than `most` bytes.
 fn encode(history: &[u8], buckets: impl Iterator<Item = BucketCounts>, most: usize) -> Option<Vec<u8>> {
     let mut note = [COUNTS_TAG, &(history.len() as u64).to_le_bytes(), history].concat();
     for BucketCounts { bucket, generation, ids: pending } in buckets {
@@ -231,7 +234,7 @@ fn encode(history: &[u8], buckets: impl Iterator<Item = BucketCounts>, most: usi
     (note.len() <= most).then_some(note)
 }
 
-/// The parts of a note; what cannot be read is left out.
+/// Decodes the parts of a blob. Omits unreadable parts.
 pub(super) fn decode(metadata: &[u8]) -> MetadataBlob<'_> {
     let Some(rest) = metadata.strip_prefix(COUNTS_TAG) else {
         return MetadataBlob { history: metadata, counts: Vec::new() };

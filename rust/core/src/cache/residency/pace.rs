@@ -1,24 +1,24 @@
-//! How long the slices of a sweep may take on SSD, so that training hardly becomes slower.
+//! Time limits of a sweep's slices on SSD, so that training hardly slows down.
 
 use std::time::{Duration, Instant};
 
-/// A slice takes this part of the time that has passed since the slice before: 1/16.
+/// A slice may take 1/`SHARE` of the time since the previous slice.
 const SHARE: u32 = 16;
 
-/// When the last slice ended. The default is that there was none.
+/// The end of the last slice; `None` before the first one.
 #[derive(Debug, Default)]
 pub(super) struct SweepPace {
     ended: Option<Instant>,
 }
 
 impl SweepPace {
-    /// How long a slice may take that begins now. It is nothing for the first one. Whoever keeps to it does a least part all the same, so
-    /// that the sweep goes on however short the steps are.
+    /// Time that a slice starting at `now` may take; zero for the first slice. The caller does a minimum of work in any
+    /// case, so that the sweep advances however short the steps are.
     pub(super) fn time_for_slice(&self, now: Instant) -> Duration {
         self.ended.map_or(Duration::ZERO, |ended| now.saturating_duration_since(ended) / SHARE)
     }
 
-    /// A slice has ended.
+    /// Records the end of a slice.
     pub(super) fn slice_ended(&mut self, now: Instant) {
         self.ended = Some(now);
     }

@@ -1,12 +1,13 @@
-//! Rows reach the device tier, in three stages.
+//! Promotion of rows to the device tier, in three stages.
 //!
-//! 1. A plan pins what is on the device and in the host tier, and what is on SSD is read ahead into the host tier.
-//! 2. Victims are chosen, and read without the table's lock. Then they are demoted, the plan's rows get slots on the device, and they are copied
-//!    into a buffer that Python scatters. Until Python says that it did, a row's device slot is LOADING and its newest copy is where it was:
-//!    whoever looks for the row finds it there.
-//! 3. The copies on the device become the newest ones. This cannot fail.
+//! 1. A plan pins its rows on the device and in the host tier, and rows on SSD are prefetched into the host tier.
+//! 2. Victims are chosen, and read without the table's lock. Then they are demoted, the plan's rows get slots on the
+//!    device, and they are copied into a buffer that Python scatters. Until Python reports the scatter, a row's device
+//!    slot is LOADING and its current copy is where it was: a lookup of the row finds it there.
+//! 3. The copies on the device become the current ones. This cannot fail.
 //!
-//! In the second and the third stage the plan has `rows_in_use` for writing, so that nobody reads rows of the device while others arrive there.
+//! In stages 2 and 3 the plan has `rows_in_use` for writing, so that no thread reads rows of the device while others
+//! arrive there.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,7 +22,7 @@ use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 impl Residency {
-    /// The first stage of a plan for a table with a device tier.
+    /// Stage 1 of a plan for a table with a device tier.
     pub(super) fn begin_on_device(
         &mut self,
         pins: &mut PlanPins,
@@ -60,7 +61,7 @@ impl Residency {
         self.read_ahead(pins, reads, mode, batch)
     }
 
-    /// Read rows from SSD into the host tier, as far as its budget goes.
+    /// Prefetches rows from SSD into the host tier, as far as its budget allows.
     fn read_ahead(
         &mut self,
         pins: &mut PlanPins,
@@ -73,7 +74,7 @@ impl Residency {
         {
             return Err(error);
         }
-        // This comes before anything changes, because what is begun below is carried through.
+        // This precedes any change, because the work started below must be completed.
         self.host.reserve(reads.len().min(self.host.slots.free_slots() as usize))?;
         let mut rows = Vec::new();
         for (position, id) in reads {
@@ -97,7 +98,7 @@ impl Residency {
         Arc::make_mut(&mut pins.host)[position as usize] = slot;
     }
 
-    /// The ids at `positions` of a plan, and the host slot of each, `NO_SLOT` where it has none.
+    /// Returns the ids at `positions` of a plan and the host slot of each, `NO_SLOT` if it has none.
     pub(super) fn host_slots(&self, pins: &PlanPins, positions: &[u32]) -> (Vec<Id>, Vec<CacheSlot>) {
         let ids: Vec<Id> = positions.iter().map(|&position| pins.ids[position as usize]).collect();
         let mut slots = vec![NO_SLOT; ids.len()];
@@ -105,7 +106,7 @@ impl Residency {
         (ids, slots)
     }
 
-    /// Pin those of `positions` that have slots on the device. Returns the others.
+    /// Pins the rows at `positions` that have slots on the device. Returns the other positions.
     fn pin_on_device(&mut self, pins: &mut PlanPins, positions: &[u32]) -> Vec<u32> {
         let tier = self.device_mut();
         let ids: Vec<Id> = positions.iter().map(|&position| pins.ids[position as usize]).collect();
@@ -130,26 +131,26 @@ impl Residency {
         missing
     }
 
-    /// The second stage begins, of a plan that is [settled](Residency::settle): make room for its rows, before any of them is read. Victims are to
-    /// be read from the device first, and then this is called again.
+    /// Starts stage 2 of an [active](Residency::activate_plan) plan: frees device space for its rows before any of them
+    /// is read. Victims must be read from the device first, and then this is called again.
     pub(crate) fn make_space_on_device(&mut self, pins: &mut PlanPins, mode: PlanMode) -> Result<()> {
         let homeless = pins.slotless.take().unwrap_or_else(|| self.slotless_on_device(pins));
         let made = self.make_device_space_for(pins, &homeless, mode);
-        // Nothing arrives on the device until this plan is placed.
+        // No row arrives on the device until this plan is placed.
         pins.slotless = Some(homeless);
         made
     }
 
-    /// Pin what has a slot on the device. Returns the positions of the others.
+    /// Pins the rows with a slot on the device. Returns the positions of the others.
     fn slotless_on_device(&mut self, pins: &mut PlanPins) -> Vec<u32> {
         let all = 0..pins.ids.len() as u32;
         let absent: Vec<u32> = all.filter(|&position| pins.device[position as usize] == NO_SLOT).collect();
         self.pin_on_device(pins, &absent)
     }
 
-    /// The second stage: give every row of the plan a slot on the device, and return what is to be scattered into the device tensors. On an
-    /// error no row of the plan has moved. Where rows are to be read from the device first, this is called again. The vector parts go to
-    /// `lent`, if that is enough for them.
+    /// Stage 2: gives every row of the plan a slot on the device, and returns the rows to scatter into the device
+    /// tensors. On an error no row of the plan has moved. If rows must be read from the device first, this is called
+    /// again. The vector parts are written to `lent` if it is large enough.
     pub(crate) fn place_on_device(
         &mut self,
         pins: &mut PlanPins,
@@ -181,7 +182,7 @@ impl Residency {
         self.make_device_space_if_possible(homeless as u32, mode)?;
         self.device_mut().reserve(homeless)?;
         memory::reserve(&mut pins.arriving, "place a batch", staged.rows.len())?;
-        // Nothing can fail from here on. Rows that an `ahead` plan has left for later are staged, too.
+        // Nothing below can fail. Rows that a prefetch plan has deferred are staged too.
         pins.unplaced.clear();
         pins.found = FoundCounts {
             on_device: (pins.ids.len() - missing.len()) as u64,
@@ -198,7 +199,7 @@ impl Residency {
         Ok(fetched)
     }
 
-    /// Make room on the device for about as many rows as are to come there of those at `slotless`.
+    /// Frees device space for about the number of rows at `slotless` that will arrive there.
     fn make_device_space_for(&mut self, pins: &PlanPins, slotless: &[u32], mode: PlanMode) -> Result<()> {
         let all_come =
             mode.reads_initial(&self.context.config) || mode.train && !self.context.config.admission.is_selective();
@@ -209,8 +210,8 @@ impl Residency {
         self.make_device_space_if_possible((slotless.len() - absent + births) as u32, mode)
     }
 
-    /// Returns how many of the ids at `slotless`, which have no slot where kernels run, have no row, and how many of these get one as far as is
-    /// known. An evaluation adds none.
+    /// Returns the number of ids at `slotless`, which have no slot on the tier of the kernels, without a row, and the
+    /// number of those that are admitted by the present prediction. An evaluation inserts none.
     pub(super) fn new_rows_among(&self, pins: &PlanPins, slotless: &[u32], train: bool) -> (usize, usize) {
         let (ids, slots) = self.host_slots(pins, slotless);
         let elsewhere = slotless.iter().zip(&ids).zip(&slots).filter(|(_, slot)| **slot == NO_SLOT);
@@ -228,7 +229,7 @@ impl Residency {
         (absent.len(), births)
     }
 
-    /// As [`Residency::make_device_space`]. An evaluation reads on after a failed write, in the overflow.
+    /// Like [`Residency::make_device_space`]. After a failed write, an evaluation continues to read, in the overflow.
     fn make_device_space_if_possible(&mut self, requested: u32, mode: PlanMode) -> Result<()> {
         match self.make_device_space(requested) {
             Err(error) if mode.train || self.needs_device_reads() => Err(error),
@@ -236,8 +237,8 @@ impl Residency {
         }
     }
 
-    /// About how many rows are to be brought to the device, for a plan that has begun: mostly no more than this. Ids that will get no row count
-    /// too.
+    /// Approximate number of rows to promote to the device for a started plan, rarely exceeded. Includes ids that will
+    /// not be admitted.
     pub(crate) fn max_arriving_rows(&self, pins: &PlanPins) -> usize {
         let Some(tier) = &self.device else { return 0 };
         let others_come = !tier.slots.all_settled();
@@ -246,8 +247,8 @@ impl Residency {
         pins.device.iter().filter(|&&slot| arrives(slot)).count()
     }
 
-    /// Positions of rows that have a slot on the device from another plan and are not there yet. That plan may never bring them, so this
-    /// one does.
+    /// Positions of rows that have a device slot from another plan and have not arrived. That plan may never load them,
+    /// so this one does.
     fn awaited(&mut self, pins: &PlanPins) -> Vec<u32> {
         let slots = &self.device_mut().slots;
         if slots.all_settled() {
@@ -257,8 +258,8 @@ impl Residency {
         (0..pins.ids.len() as u32).filter(|&position| is_awaited(pins.device[position as usize])).collect()
     }
 
-    /// Decide for good which of a training plan's ids get no row, and leave them out of what is staged where they read something else
-    /// than a row. Then fill in what was not read.
+    /// Makes the final decision which ids of a training plan are not admitted, and removes them from the staged rows if
+    /// they do not read initial values. Then fills in the rows that were not read.
     fn decide_admission_on_device<'a>(
         &mut self,
         pins: &mut PlanPins,
@@ -268,7 +269,7 @@ impl Residency {
         if mode.train && self.context.config.admission.is_selective() {
             let unborn = staged.rows.iter().filter(|row| row.state.has(RowState::PROVISIONAL));
             let mut unborn: Vec<u32> = unborn.map(|row| row.position).collect();
-            // Those that are on their way there are staged too.
+            // Rows in transit to the device are staged too.
             let there = self.provisional_on_device(pins);
             let slots = &self.device_mut().slots;
             let has_arrived = |position: u32| !slots.state(pins.device[position as usize]).has(RowState::LOADING);
@@ -282,7 +283,7 @@ impl Residency {
         Ok(staged)
     }
 
-    /// The positions of the plan's rows that are on the device, or on their way there, and are not born yet.
+    /// The positions of the plan's provisional rows on the device or in transit to it.
     fn provisional_on_device(&mut self, pins: &PlanPins) -> Vec<u32> {
         if self.device_mut().slots.all_settled() {
             return Vec::new();
@@ -294,7 +295,7 @@ impl Residency {
         Self::is_provisional(&self.device_mut().slots, pins.device[position as usize])
     }
 
-    /// Give the staged rows device slots, which are LOADING until the rows are promoted.
+    /// Gives the staged rows device slots, which are LOADING until the rows are promoted.
     fn give_device_slots(&mut self, pins: &mut PlanPins, staged: StagedRows<'_>) -> FetchedRows {
         let homes = self.take_device_slots(pins, &staged);
         let mut homes = homes.iter();
@@ -302,7 +303,7 @@ impl Residency {
         let mut fetched = FetchedRows { vectors: staged.vectors.into_own(), ..FetchedRows::default() };
         for (row, header) in staged.rows.iter().zip(&staged.headers) {
             let from_host = pins.host[row.position as usize] != NO_SLOT;
-            // The host tier says itself which of its rows are not born yet.
+            // The host tier has the state of its own provisional rows.
             let unborn = !from_host && row.state.has(RowState::PROVISIONAL);
             let before = self.is_provisional_on_device(pins, row.position);
             self.counts.became_provisional(u64::from(unborn));
@@ -320,7 +321,7 @@ impl Residency {
                 pins.device[row.position as usize] = slot;
             }
             tier.slots.set_state(slot, there);
-            // Also where another plan was to bring the row, which a sweep may have taken since.
+            // Needed too if another plan was to load the row, because a sweep may have removed it since.
             *tier.header_mut(slot) = *header;
             fetched.slots.push(slot);
             fetched.scalars.push(header.scalar);
@@ -331,7 +332,7 @@ impl Residency {
         fetched
     }
 
-    /// Take slots on the device for the staged rows that have none, where ids find them from now on. They are in the order of the rows.
+    /// Takes device slots for the staged rows without one, in the order of the rows, and adds their ids to the index.
     fn take_device_slots(&mut self, pins: &PlanPins, staged: &StagedRows<'_>) -> Vec<CacheSlot> {
         let homeless = staged.rows.iter().zip(&staged.headers);
         let homeless = homeless.filter(|(row, _)| pins.device[row.position as usize] == NO_SLOT);
@@ -343,8 +344,8 @@ impl Residency {
         slots
     }
 
-    /// Leave those rows out of what is to be scattered that another plan has brought to the device meanwhile: they may have been trained
-    /// since. `lent` is the memory that was lent for the rows.
+    /// Removes rows from `fetched` that another plan has loaded to the device since: they may have been trained. `lent`
+    /// is the caller's buffer for the rows.
     pub(crate) fn drop_arrived(&self, fetched: &mut FetchedRows, lent: &mut [f32]) {
         let Some(tier) = &self.device else { return };
         let floats = self.context.floats();
@@ -367,8 +368,8 @@ impl Residency {
         }
     }
 
-    /// The third stage: the rows were scattered, and from now on their newest copies are on the device. Their host slots are freed, or kept
-    /// as shadows while other plans have pinned them. This cannot fail.
+    /// Stage 3: the rows were scattered, and the device has their current copies. Their host slots are freed, or kept
+    /// as shadows while other plans have pinned them. Infallible.
     pub(crate) fn promote(&mut self, pins: &mut PlanPins) {
         self.traffic.count_found(std::mem::take(&mut pins.found));
         let Some(tier) = &self.device else { return };
@@ -402,7 +403,7 @@ impl Residency {
 }
 
 impl PlanTraffic {
-    /// Count where the rows of a plan were found, now that they are on the device.
+    /// Counts the tiers in which the rows of a promoted plan were found.
     fn count_found(&mut self, found: FoundCounts) {
         self.device.hits += found.on_device;
         self.device.misses += found.in_host + found.elsewhere;

@@ -1,4 +1,5 @@
-//! Which ids of a training batch get a row. It is decided when the batch is forwarded, and counted when it is committed.
+//! Admission of the ids of a training batch. It is decided when the batch is forwarded, and counted when it is
+//! committed.
 
 use super::Residency;
 use super::demand::NotAdmittedIds;
@@ -8,12 +9,12 @@ use crate::lifecycle::BucketCounts;
 use crate::lifecycle::admission::{AdmissionCandidate, RowAdmitter};
 use crate::types::Id;
 
-/// The ids that got rows while plans are in flight for which it was decided which of their ids do not.
+/// Ids inserted while plans with an admission decision are in flight.
 #[derive(Debug, Default)]
 pub(super) struct NewRowLog {
-    /// How many such plans there are.
+    /// Number of such plans.
     plans: u32,
-    /// Each id, with the table's version when it got its row.
+    /// Each id with the table's version at its insertion.
     ids: Vec<(u64, Id)>,
 }
 
@@ -24,14 +25,14 @@ impl NewRowLog {
 }
 
 impl Residency {
-    /// What the ids of a training plan at `positions` `[n]` ask for, which have no row: `[n]`, and whether each is admitted as far as is known
-    /// now: `[n]`.
+    /// Returns the admission candidates of the ids of a training plan at `positions`, which have no row: `[n]`, and
+    /// whether each is admitted at present: `[n]`.
     pub(super) fn admits(
         &self,
         pins: &PlanPins,
         positions: impl Iterator<Item = u32> + Clone,
     ) -> (Vec<AdmissionCandidate>, Vec<bool>) {
-        // The room is exact, since the allocator may keep what is given back.
+        // Reserves exactly, because the allocator may not return excess memory.
         let mut candidates: Vec<AdmissionCandidate> = Vec::with_capacity(positions.clone().count());
         candidates.extend(positions.map(|at| pins.demand.candidate(&pins.ids, at)));
         let admitted = match &self.admitter {
@@ -41,10 +42,11 @@ impl Residency {
         (candidates, admitted)
     }
 
-    /// Decide for good which ids of a training plan get no row, of those at `positions`, which have none, and of those that wait. It need not
-    /// be asked again whether these wait as long as nothing was counted. Returns how many are admitted.
+    /// Makes the final decision which ids of a training plan are not admitted, among those at `positions`, which have
+    /// no row, and the waiting ids. The waiting ids are decided again only if something was counted since. Returns the
+    /// number of admitted ids.
     ///
-    /// Errors: `Memory` where there is none to count the others. Nothing has changed then.
+    /// Errors: `Memory` if the others cannot be counted. Nothing has changed then.
     pub(super) fn decide_admission(&mut self, pins: &mut PlanPins, positions: &[u32]) -> Result<u64> {
         let still_wait = pins.waiting.still_wait(self.admitter.as_ref().map_or(0, RowAdmitter::changes));
         let decided_anew = if still_wait { &[][..] } else { &pins.waiting.positions };
@@ -73,12 +75,12 @@ impl Residency {
         Ok(births as u64)
     }
 
-    /// As [`Residency::refuse`], of all ids of a plan whose rows are in the host tier. What the plan pledged is then what it may give birth
-    /// to.
+    /// Like [`Residency::decide_admission`], but for all ids of a plan whose rows are in the host tier. Reduces the
+    /// plan's pledge to the rows that it may insert.
     pub(crate) fn decide_admission_in_host(&mut self, pins: &mut PlanPins) -> Result<()> {
         let waiting = pins.waiting.positions.len() as u64;
         let mut unborn: Vec<u32> = Vec::new();
-        // A plan has pledged to train all its rows that are not born.
+        // A plan has pledged all of its provisional rows that it is to train.
         if pins.pledged > 0 {
             let all = 0..pins.ids.len() as u32;
             unborn.extend(all.filter(|&position| Self::is_provisional(&self.host.slots, pins.host[position as usize])));
@@ -92,7 +94,8 @@ impl Residency {
         Ok(())
     }
 
-    /// Count the ids that a batch which is now committed got no rows for. An id that got its row by another batch meanwhile is not counted.
+    /// Counts the ids that were not admitted in a batch that is being committed. Skips ids inserted by another batch
+    /// since.
     pub(super) fn count_not_admitted(&mut self, pins: &PlanPins) {
         let (Some(refused), Some(admitter)) = (&pins.not_admitted, &mut self.admitter) else { return };
         let mut born: Vec<Id> = self.new_rows.since(refused.version).collect();
@@ -101,7 +104,7 @@ impl Residency {
         self.traffic.not_admitted += refused.candidates.len() as u64;
     }
 
-    /// All that a step counts was counted. A warning says, once, where ids are forgotten because the memory for counts is full.
+    /// Ends the counting of a step. Warns once if counts are forgotten because the memory for admission counts is full.
     pub(super) fn end_counting(&mut self, step: u64) {
         if self.admitter.as_mut().is_some_and(|admitter| admitter.end_step(step)) {
             let config = &self.context.config;
@@ -115,7 +118,7 @@ impl Residency {
         }
     }
 
-    /// Note that ids got rows.
+    /// Records inserted ids.
     pub(super) fn record_new_rows(&mut self, ids: impl Iterator<Item = Id>) {
         let Some(admitter) = &mut self.admitter else { return };
         let version = self.context.version();
@@ -127,7 +130,7 @@ impl Residency {
         }
     }
 
-    /// A plan for which it was decided has ended, with a commit or without.
+    /// Ends a plan with an admission decision, committed or not.
     pub(super) fn end_admission_decision(&mut self, pins: &mut PlanPins) {
         if pins.not_admitted.take().is_some() {
             self.new_rows.plans -= 1;
@@ -137,32 +140,33 @@ impl Residency {
         }
     }
 
-    /// Whether ids that wait for rows are counted.
+    /// True if pending ids are counted.
     pub(crate) fn keeps_counts(&self) -> bool {
         self.admitter.as_ref().is_some_and(|admitter| admitter.counters().is_some())
     }
 
-    /// For each of the shard's buckets, how many generations of its counts have ended. `None` where the table counts nothing.
+    /// For each bucket of the shard, the number of generations of its counts that have ended. `None` if the table
+    /// counts nothing.
     pub(crate) fn generations(&self) -> Option<Vec<u32>> {
         let pending = self.admitter.as_ref()?.counters()?;
         Some(self.context.config.buckets.clone().map(|bucket| pending.generation(bucket)).collect())
     }
 
-    /// The counts of a bucket, of the ids that were counted in epoch `since` or later where it is given.
+    /// The counts of a bucket, or only those of ids counted in epoch `since` or later if it is set.
     pub(crate) fn counts_of(&self, bucket: u32, since: Option<u32>) -> BucketCounts {
         let none = || BucketCounts { bucket, ..BucketCounts::default() };
         self.admitter.as_ref().map_or_else(none, |admitter| admitter.of_bucket(bucket, since))
     }
 
-    /// The counts that a bucket had when the moment began. They are kept no longer.
+    /// Takes the counts that a bucket had at the start of the snapshot.
     pub(crate) fn take_snapshot_counts(&mut self, bucket: u32) -> BucketCounts {
         let none = || BucketCounts { bucket, ..BucketCounts::default() };
         self.admitter.as_mut().map_or_else(none, |admitter| admitter.take_snapshot_counts(bucket))
     }
 
-    /// Put counts into a bucket that has none.
+    /// Adds counts to a bucket that has none.
     ///
-    /// Errors: `Memory`, and the bucket has some of the counts.
+    /// Errors: `Memory`; the bucket then has some of the counts.
     pub(crate) fn restore_counts(&mut self, counts: &BucketCounts, epoch: u32) -> Result<()> {
         self.admitter.as_mut().map_or(Ok(()), |admitter| admitter.restore(counts, epoch))
     }

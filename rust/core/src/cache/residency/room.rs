@@ -1,4 +1,4 @@
-//! Room in the host tier: rows leave it for the SSD tier, move within it, or are written down where they are.
+//! Free space in the host tier: rows are demoted to the SSD tier, moved within the host tier, or written back in place.
 
 use super::Residency;
 use crate::error::Result;
@@ -7,15 +7,14 @@ use crate::rows::RowRef;
 use crate::slots::RowState;
 use crate::types::CacheSlot;
 
-/// Rows that are handed to the SSD tier in one call at most. It bounds how much room that tier must find at once.
+/// Maximum number of rows per append to the SSD tier. Bounds the free space that the tier must find in one call.
 const ROWS_PER_APPEND: usize = 4096;
-/// When the host tier shrinks because the index of the SSD tier has grown, it makes room for this many bytes of index at once, since
-/// shrinking moves rows.
+/// Granularity of shrinking the host tier when the SSD tier's index has grown, because shrinking moves rows.
 const INDEX_GROWTH_BYTES: u64 = 64 * 1024;
 
 impl Residency {
-    /// Evict unpinned rows by policy until `requested` slots are free, or no row is left to evict. Dirty rows are handed to the SSD tier
-    /// first. On its error nothing has changed.
+    /// Demotes unpinned rows by policy until `requested` slots are free or no row is left to demote. Dirty rows are
+    /// first written to the SSD tier. If that fails, nothing has changed.
     pub(super) fn make_host_space(&mut self, requested: u32) -> Result<()> {
         if self.context.ssd.is_none() {
             return Ok(());
@@ -29,7 +28,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Evict up to `rows` unpinned rows by policy. Returns how many.
+    /// Demotes up to `rows` unpinned rows by policy. Returns the number demoted.
     fn demote_from_host(&mut self, rows: usize) -> Result<usize> {
         let victims = self.host.victims(rows);
         self.keep_host_pre_images(victims.iter().map(WriteAccess::read_access));
@@ -46,8 +45,8 @@ impl Residency {
         Ok(victims.len())
     }
 
-    /// Hand the dirty ones among these current host rows to the SSD tier, in parts, and mark those of each part clean. On an error the rows
-    /// of the parts before are clean, and the others are as they were.
+    /// Writes the dirty rows among these current host rows to the SSD tier in parts, and marks each written part clean.
+    /// On an error the rows of previous parts are clean and the others are unchanged.
     pub(super) fn write_back<'a>(&mut self, slots: impl Iterator<Item = ReadAccess<'a>>) -> Result<()> {
         if self.context.ssd.is_none() {
             return Ok(());
@@ -79,18 +78,19 @@ impl Residency {
         Ok(())
     }
 
-    /// Hand every dirty row of the host and the device tier to the SSD tier. `next` is the first device slot that this has not come to, where it
-    /// was called before and had rows read from the device; no kernel has written rows since.
+    /// Writes every dirty row of the host and device tiers to the SSD tier. `next` is the first device slot that has
+    /// not been visited, if an earlier call had to request rows from the device; no kernel has written rows since.
     pub(crate) fn write_back_all(&mut self, no_writes: NoKernelWrites<'_>, next: &mut CacheSlot) -> Result<()> {
-        // Rows of the device come first, because the lock is given back while they are read.
+        // Device rows come first, because the lock is released while they are read.
         self.write_back_device(next)?;
         let slots = &self.host.slots;
         let current: Vec<CacheSlot> = slots.occupied_from(0).filter(|&slot| slots.state(slot).is_current()).collect();
         self.write_back(current.into_iter().map(|slot| no_writes.read_access(slot)))
     }
 
-    /// Follow the growth of the SSD tier's index, which takes room of rows in RAM. This comes after a change that is done, so it does not
-    /// fail: a row that cannot be written down stays where it is, and the next call that writes says what is wrong.
+    /// Adjusts the host tier to the size of the SSD tier's index, which uses space of rows in RAM. Infallible, because
+    /// it follows a completed change: a row that cannot be written back keeps its slot, and the next call that writes
+    /// returns the error.
     pub(crate) fn fit_host_to_index(&mut self) {
         if self.context.ssd.is_none() {
             return;
@@ -107,7 +107,8 @@ impl Residency {
         }
     }
 
-    /// Move unpinned rows from slots above the limit into free ones below it. Where there are none, evict by policy.
+    /// Moves unpinned rows from slots above the limit into free slots below it. If there are none, demotes rows by
+    /// policy.
     pub(super) fn move_below_limit(&mut self) {
         let limit = self.host.slots.limit();
         let capacity = self.host.slots.capacity();
@@ -127,8 +128,8 @@ impl Residency {
         }
     }
 
-    /// Move unpinned rows out of the overflow: into the budget where it has room, else to the SSD tier. On an error those rows stay that
-    /// could not be written.
+    /// Moves unpinned rows out of the overflow: into the budget if it has free slots, else to the SSD tier. On an error
+    /// the rows that could not be written keep their slots.
     pub(super) fn drain_overflow(&mut self) -> Result<()> {
         if self.host.slots.overflow_used() == 0 {
             return Ok(());
@@ -148,8 +149,8 @@ impl Residency {
         drained
     }
 
-    /// Move a row, of which a moment has what it wants, into a free slot of the budget. Where there is none, or an export holds rows in
-    /// their slots, evict it. Without an SSD tier it stays then.
+    /// Moves a row whose snapshot copy was kept into a free slot of the budget. If there is none, or an export requires
+    /// rows to keep their slots, demotes it; without an SSD tier it keeps its slot.
     fn move_or_demote(&mut self, row: &WriteAccess) -> Result<()> {
         if let Some(to) = self.free_slot_to_move_to()? {
             let id = self.host.id(row.slot());
@@ -163,12 +164,13 @@ impl Residency {
         Ok(())
     }
 
-    /// A free slot for a row to move to; `None` also while an export of these contents is under way, which goes by slot.
+    /// Takes a free slot for a row to move to; `None` if there is none or an export of these contents, which iterates
+    /// by slot, is in progress.
     fn free_slot_to_move_to(&mut self) -> Result<Option<WriteAccess>> {
         if self.exports.keeps_rows_in_slots(self.context.version()) { Ok(None) } else { self.host.take(false) }
     }
 
-    /// Copy what a moment wants of host rows that are about to change or to leave their slots.
+    /// Keeps copies, for the snapshot, of host rows that are about to change or leave their slots.
     #[inline]
     pub(super) fn keep_host_pre_images<'a>(&mut self, slots: impl Iterator<Item = ReadAccess<'a>>) {
         if let Some(moment) = &mut self.snapshot {
@@ -177,7 +179,7 @@ impl Residency {
     }
 }
 
-/// The row in a slot is on SSD as it is here.
+/// Marks the row in a slot as identical to its copy on SSD.
 pub(super) fn mark_written_back(slots: &mut crate::slots::SlotMap, slot: CacheSlot) {
     slots.set_state(slot, slots.state(slot).without(RowState::DIRTY).with(RowState::ON_SSD));
 }

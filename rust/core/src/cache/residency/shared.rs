@@ -1,17 +1,17 @@
-//! The row that ids share which are refused one, where the table has such a row.
+//! The OOV row: the row shared by ids that are not admitted, if the table has one.
 
 use super::Residency;
 use crate::kernels::OptimizerStep;
 use crate::lifecycle::OovRow;
 
 impl Residency {
-    /// The shared row; `None` where the table has none.
+    /// The OOV row; `None` if the table has none.
     pub(crate) fn oov_row(&self) -> Option<&OovRow> {
         self.oov_row.as_ref()
     }
 
-    /// Replace the shared row by a saved one. Its slots begin anew where they are not those of this table's optimizer. Without one the row
-    /// begins anew. Nothing where the table has no shared row.
+    /// Replaces the OOV row with a saved one. Its optimizer slots are reset if they do not fit this table's optimizer.
+    /// `None` resets the row to zeros. Does nothing if the table has no OOV row.
     pub(crate) fn set_oov_row(&mut self, saved: Option<&OovRow>) {
         let layout = self.context.layout;
         let Some(shared) = &mut self.oov_row else { return };
@@ -24,14 +24,14 @@ impl Residency {
         self.context.bump_version();
     }
 
-    /// Update the shared row by its gradient: `[D]`.
+    /// Updates the OOV row by its gradient: `[D]`.
     pub(crate) fn train_oov_row(&mut self, gradient: &[f32], step: &OptimizerStep) {
         if let Some(shared) = &mut self.oov_row {
             shared.train(self.context.layout, gradient, step);
         }
     }
 
-    /// Say that the table takes over contents that were trained, and have no shared row.
+    /// Logs that the table adopts trained contents that have no OOV row.
     pub(crate) fn log_new_oov_row(&self, from: &str) {
         if self.oov_row.is_none() || self.step == 0 {
             return;

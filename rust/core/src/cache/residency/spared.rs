@@ -1,5 +1,6 @@
-//! Rows that outlive the sweep which has spared them: plans in place use them, and another sweep has begun that does not take all that the
-//! one before takes. Each such row is judged by the sweep that has spared it, before later ones judge it, once its plan has ended.
+//! Deferred rows: they matched a sweep while an active plan was using them, and another sweep has started since that
+//! does not cover that sweep. Once the plan of such a row ends, the row is matched against the sweep that deferred it,
+//! before later sweeps are matched.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,17 +12,17 @@ use crate::error::Result;
 use crate::rows::RowHeader;
 use crate::types::{Id, NO_SLOT};
 
-/// The rows of so many sweeps are kept at most. They are those of one or two, where each batch ends some day.
+/// Maximum number of sweeps with deferred rows. In practice there are one or two, because every batch ends eventually.
 const MOST_SWEEPS: usize = 64;
 
-/// The rows that sweeps before the one under way have spared.
+/// Rows deferred by sweeps before the one in progress.
 #[derive(Debug, Default)]
 pub(super) struct DeferredRows {
-    /// The oldest sweep first. None is without rows.
+    /// Oldest sweep first. Every sweep has rows.
     by_sweep: Vec<SweepDeferral>,
 }
 
-/// The rows that a sweep has spared.
+/// The rows deferred by one sweep.
 #[derive(Debug)]
 struct SweepDeferral {
     matcher: Arc<SweepMatcher>,
@@ -35,12 +36,12 @@ impl DeferredRows {
 }
 
 impl Residency {
-    /// A sweep under way was gone through, but for rows that it spares: keep them, so that another sweep can begin.
+    /// Moves the deferred rows of a sweep that has passed all tiers out of it, so that another sweep can start.
     pub(super) fn defer_rest(&mut self) {
         let Some(under_way) = self.sweep.take() else { return };
         self.log_sweep_ended(&under_way);
         let SweepProgress { matcher: judge, deferred: mut later, .. } = under_way;
-        // A row dies by the first sweep that takes it. If it is trained before, none of them takes it.
+        // A row expires by the first sweep that matches it. If it is trained before, no sweep matches it.
         let doomed: HashSet<Id> = self.expiring_ids();
         later.retain(|id| !doomed.contains(id));
         if later.is_empty() {
@@ -69,11 +70,11 @@ impl Residency {
         );
     }
 
-    /// The spared rows that are sure to die unless they are trained before.
+    /// The deferred rows that are certain to expire unless they are trained before.
     fn expiring_ids(&self) -> HashSet<Id> {
         let mut doomed = HashSet::new();
         for SweepDeferral { matcher: judge, ids } in &self.deferred.by_sweep {
-            // The weights of a row that kernels may be writing are not looked at.
+            // Kernels may be writing the weights of these rows, so the weights are not read.
             if !judge.sweep.needs_weights() {
                 let dies = |id: &Id| self.header_in_ram(*id).is_some_and(|header| judge.sweep.matches(&header, &[]));
                 doomed.extend(ids.iter().copied().filter(dies));
@@ -82,7 +83,7 @@ impl Residency {
         doomed
     }
 
-    /// The header of a row whose newest copy is in RAM or on the device.
+    /// The header of a row whose current copy is in RAM or on the device.
     fn header_in_ram(&self, id: Id) -> Option<RowHeader> {
         if let Some(tier) = &self.device {
             let slot = tier.slots.get(id);
@@ -94,9 +95,10 @@ impl Residency {
         (slot != NO_SLOT && self.host.slots.state(slot).is_current()).then(|| self.host.metadata(slot))
     }
 
-    /// Bury the dead ones among the spared rows whose plans have ended, each as taken by the sweep that has spared it.
+    /// Expires the matching deferred rows whose plans have ended, each by the sweep that deferred it.
     ///
-    /// Errors: as [`Residency::finish_sweep`]. Rows that were not judged stay spared, and no later sweep has judged them.
+    /// Errors: as [`Residency::finish_sweep`]. Rows that were not matched stay deferred, and no later sweep has matched
+    /// them.
     pub(super) fn expire_deferred(&mut self) -> Result<()> {
         let buried = (0..self.deferred.by_sweep.len()).try_for_each(|sweep| {
             let SweepDeferral { matcher: judge, ids } = &self.deferred.by_sweep[sweep];
@@ -108,7 +110,7 @@ impl Residency {
         buried
     }
 
-    /// As [`Residency::expire_deferred`], of those of these rows that are in RAM.
+    /// Like [`Residency::expire_deferred`], but only for rows of `ids` that are in RAM.
     pub(super) fn expire_deferred_of(&mut self, ids: &[Id]) -> Result<()> {
         if self.deferred.is_empty() {
             return Ok(());
@@ -117,13 +119,13 @@ impl Residency {
         (0..self.deferred.by_sweep.len()).try_for_each(|sweep| {
             let spared = &self.deferred.by_sweep[sweep];
             let wanted: Vec<Id> = spared.ids.iter().copied().filter(|id| ids.contains(id)).collect();
-            // Those that stay spared are among the sweep's rows already.
+            // The sweep has the remaining deferred rows already.
             self.expire_in_ram(&wanted, &Arc::clone(&spared.matcher)).map(drop)
         })
     }
 
-    /// The sweeps that rows which a plan brings in are held against, in this order. With each are the rows that it may take, where these are
-    /// not all that its rule takes.
+    /// The sweeps against which rows that a plan loads are matched, in this order. Each has the set of rows that it may
+    /// match, or `None` for all rows.
     pub(super) fn matchers_of_arrivals(&self) -> Vec<(Arc<SweepMatcher>, Option<HashSet<Id>>)> {
         let spared = self.deferred.by_sweep.iter();
         let mut judges: Vec<_> = spared.map(|SweepDeferral { matcher: judge, ids }| (judge, Some(ids))).collect();

@@ -1,4 +1,4 @@
-//! Rows on their way to the device are copied from wherever they are: from the host tier, from SSD, or from nowhere, as they are born.
+//! Staging of rows for the device: copies from the host tier, rows read from SSD, and initial values of new rows.
 
 use std::time::Instant;
 
@@ -11,26 +11,26 @@ use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
 use crate::types::{Id, NO_SLOT};
 
-/// A row of a plan on its way to the device.
+/// A row of a plan in transit to the device.
 pub(super) struct StagedRow {
-    /// Its position in the plan's distinct ids.
+    /// Position in the plan's distinct ids.
     pub(super) position: u32,
-    /// Its state once it is on the device.
+    /// State of the row on the device.
     pub(super) state: RowState,
-    /// Whether the table counts it as provisional already.
+    /// True if the table counts it as provisional already.
     pub(super) counted: bool,
 }
 
-/// Vector parts of rows on their way to the device.
+/// Vector parts of rows in transit to the device.
 pub(super) enum StagedVectors<'a> {
-    /// In memory of their own.
+    /// Owned memory.
     Own(Vec<f32>),
-    /// In memory that the caller has lent, from which the device may copy by itself.
+    /// A buffer supplied by the caller, from which the device may copy asynchronously.
     Lent(&'a mut [f32]),
 }
 
 impl<'a> StagedVectors<'a> {
-    /// Memory for so many floats: what was lent, if it is enough.
+    /// Memory for this many floats: the caller's buffer if it is large enough.
     ///
     /// Errors: `Memory`.
     fn of(lent: Option<&'a mut [f32]>, floats: usize) -> Result<Self> {
@@ -40,7 +40,7 @@ impl<'a> StagedVectors<'a> {
         }
     }
 
-    /// Keep the first floats alone.
+    /// Keeps only the first `floats` floats.
     fn truncate(&mut self, floats: usize) {
         match self {
             Self::Own(vectors) => vectors.truncate(floats),
@@ -48,7 +48,7 @@ impl<'a> StagedVectors<'a> {
         }
     }
 
-    /// The memory of their own; `None` where they are in what was lent.
+    /// The owned memory; `None` if the vectors are in the caller's buffer.
     pub(super) fn into_own(self) -> Option<Vec<f32>> {
         match self {
             Self::Own(vectors) => Some(vectors),
@@ -76,7 +76,7 @@ impl std::ops::DerefMut for StagedVectors<'_> {
     }
 }
 
-/// Rows copied from wherever they are.
+/// Copies of rows from all tiers.
 pub(super) struct StagedRows<'a> {
     /// `[M]`
     pub(super) rows: Vec<StagedRow>,
@@ -84,15 +84,15 @@ pub(super) struct StagedRows<'a> {
     pub(super) headers: Vec<RowHeader>,
     /// `[M, V]`
     pub(super) vectors: StagedVectors<'a>,
-    /// How many of the rows, which come first, are in the host tier.
+    /// Number of rows from the host tier. They come first.
     pub(super) from_host: usize,
-    /// How many of the others were read from SSD, and how many are not there.
+    /// Numbers of the other rows that were read from SSD and that are missing.
     pub(super) ssd_hits: u64,
     pub(super) ssd_misses: u64,
 }
 
 impl StagedRows<'_> {
-    /// Leave out the rows at these positions of the plan: bits `[U]`, or empty for none.
+    /// Removes the rows at these positions of the plan: bits `[U]`, or empty for none.
     pub(super) fn leave_out(&mut self, positions: &[bool], floats: usize) {
         let (mut kept, mut from_host) = (0, 0);
         for at in 0..self.rows.len() {
@@ -115,8 +115,8 @@ impl StagedRows<'_> {
 }
 
 impl Residency {
-    /// List the rows at `positions` with where they are, and read those that are on SSD, into `lent` if that is enough for all. Those in the host
-    /// tier are pinned there.
+    /// Stages the rows at `positions`: pins rows in the host tier, and reads rows on SSD, into `lent` if it is large
+    /// enough for all.
     pub(super) fn stage<'a>(
         &mut self,
         pins: &mut PlanPins,
@@ -132,7 +132,7 @@ impl Residency {
             ssd.maybe_contains(&ids, &mut there);
         }
         for (&position, &there) in reads.iter().zip(&there) {
-            // Another plan may have begun to bring the row to the device.
+            // Another plan may have started to load the row to the device.
             let counted = self.is_provisional_on_device(pins, position);
             if there {
                 rows.push(StagedRow { position, state: RowState::ON_SSD, counted });
@@ -147,7 +147,8 @@ impl Residency {
         Ok(staged)
     }
 
-    /// Pin those of `positions` that are in the host tier. Returns their staged rows, to be filled, and the positions of the others.
+    /// Pins the rows at `positions` that are in the host tier. Returns their staged rows, to be filled, and the other
+    /// positions.
     fn stage_from_host(&mut self, pins: &mut PlanPins, positions: &[u32]) -> Result<(Vec<StagedRow>, Vec<u32>)> {
         let mut reads: Vec<u32> = Vec::new();
         let mut rows: Vec<StagedRow> = Vec::with_capacity(positions.len());
@@ -178,7 +179,7 @@ impl Residency {
         Ok((rows, reads))
     }
 
-    /// Read the staged rows that are on SSD. Those that turn out not to be there become provisional.
+    /// Reads the staged rows that are on SSD. Rows that turn out to be absent become provisional.
     fn read_staged(&mut self, pins: &PlanPins, staged: &mut StagedRows<'_>) -> Result<()> {
         let Some(ssd) = &self.context.ssd else { return Ok(()) };
         let (mut wanted, mut missing) = (Vec::new(), 0);
@@ -204,7 +205,8 @@ impl Residency {
         Ok(())
     }
 
-    /// Bury those of the rows that were just read from SSD which sweeps take: they become provisional, as those are that were not there. Returns how many.
+    /// Removes rows that were just read from SSD and that sweeps match: they become provisional, like absent rows.
+    /// Returns the number removed.
     fn expire_staged_reads(&mut self, requests: &[(Id, usize)], staged: &mut StagedRows<'_>) -> Result<usize> {
         let (dim, floats) = (self.context.layout.dim, self.context.floats());
         let mut buried = 0;
@@ -215,7 +217,7 @@ impl Residency {
                     && by.sweep.matches(&staged.headers[index], &staged.vectors[index * floats..][..dim])
             };
             let mut dead: Vec<(Id, usize)> = requests.iter().copied().filter(is_dead).collect();
-            // A plan that is in place may be about to bring the row there too.
+            // Another active plan may be about to load the row too.
             dead.retain(|(id, _)| self.active_plans.plans_with(*id) <= 1);
             let row = |&(_, at): &(Id, usize)| RowRef {
                 header: &staged.headers[at],
@@ -230,7 +232,7 @@ impl Residency {
         Ok(buried)
     }
 
-    /// Copy the staged rows that are in the host tier, and give those that were never trained their initial values.
+    /// Copies the staged rows that are in the host tier, and initializes rows that were never trained.
     pub(super) fn fill_staged(&self, pins: &PlanPins, staged: &mut StagedRows<'_>, threads: usize) {
         let floats = self.context.floats();
         let no_writes = self.host.no_kernel_writes().expect("the rows go to a device tier, on which kernels run");

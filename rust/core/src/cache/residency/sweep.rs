@@ -1,11 +1,12 @@
-//! A sweep under way: rows die by the table's rule of eviction.
+//! A sweep in progress: rows expire by the table's eviction rule.
 //!
-//! A sweep takes effect at once: a batch that is placed after it reads a dead row as one that was never there. The tiers are gone through
-//! a part at a time, before each batch that is placed, or as a whole where somebody needs to know all rows. Whatever finds a dead row before that
-//! buries it: see [`Residency::settle`].
+//! A sweep takes effect immediately: a batch placed after it reads an expired row as missing. The tiers are visited a
+//! part at a time before each placed batch, or completely for calls that need all rows. An operation that meets an
+//! expired row earlier removes it: see [`Residency::activate_plan`].
 //!
-//! Rows of plans that are in place when the sweep comes are spared until the plan ends. If it trains them they live on. They are judged by
-//! that sweep also where other sweeps have begun by then: see [`Residency::set_aside`].
+//! Rows of plans that are active when the sweep starts are deferred until the plan ends. If the plan trains them they
+//! are kept. They are matched against that sweep even if other sweeps have started since: see
+//! [`Residency::defer_rest`].
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -27,29 +28,31 @@ use crate::ssd::{SsdExpiryCursor, SsdExpiryRule};
 use crate::stats::EvictionStats;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Slots that are looked at before what was found dead in them is buried.
+/// Number of slots visited before the expired rows found in them are removed.
 const SLOTS_PER_PART: usize = 1 << 13;
 
-/// How far a sweep goes before others may have the table's lock again.
+/// Amount of sweep work before other threads may have the table's lock again.
 #[derive(Clone, Copy)]
 struct SweepSlice {
-    /// Slots of tiers in RAM that are looked at.
+    /// Number of slots of tiers in RAM to visit.
     slots: usize,
-    /// No more slots are looked at once so many rows were dead, because to bury a row takes far longer than to find it.
+    /// Number of expired rows after which no more slots are visited, because removing a row takes far longer than
+    /// finding it.
     expired: usize,
-    /// Records on SSD that are looked at, if the time allows it that [`Pace`](super::pace::Pace) gives.
+    /// Number of records on SSD to visit, if the time allowed by [`SweepPace`](super::pace::SweepPace) suffices.
     records: usize,
 }
 
-/// Before a batch is placed.
+/// The slice before a batch is placed.
 const BEFORE_BATCH: SweepSlice = SweepSlice { slots: 1 << 15, expired: 1 << 12, records: 1 << 14 };
-/// Records on SSD that each slice looks at, however little time there is: some tenths of a millisecond.
+/// Number of records on SSD that each slice visits regardless of time: a few tenths of a millisecond.
 const RECORDS_PER_PART: usize = 1 << 10;
-/// Rows that are left for later are judged once there are so many of them, so that each batch judges about those that it has left.
+/// Deferred rows are matched once there are this many, so that each batch matches about as many rows as it has
+/// deferred.
 const MOST_DEFERRED: usize = 1 << 12;
-/// So many records on SSD are looked at at once at most where it is noted by which rule each row dies.
+/// Maximum number of records on SSD per call if the expiry reason of each row is recorded.
 const MOST_REASONS: usize = 1 << 20;
-/// To the end.
+/// The slice that finishes the sweep.
 const TO_THE_END: SweepSlice = SweepSlice { slots: usize::MAX, expired: usize::MAX, records: usize::MAX };
 
 impl SweepSlice {
@@ -62,7 +65,7 @@ impl SweepSlice {
     }
 }
 
-/// An error of a sweep that reads records on SSD. Of a damaged one it says what to do, because nothing else needs to read that record.
+/// Adds the remedy to an error about a corrupted record, because nothing but the sweep needs to read that record.
 fn with_sweep_remedy(error: Error) -> Error {
     if error.kind() != Kind::Corruption {
         return error;
@@ -73,31 +76,32 @@ fn with_sweep_remedy(error: Error) -> Error {
 }
 
 impl Residency {
-    /// Whether a sweep may find rows that are to be buried.
+    /// True if a sweep may find rows to remove.
     pub(crate) fn has_sweep(&self) -> bool {
         self.sweep.is_some() || !self.deferred.is_empty()
     }
 
-    /// Whether some rows may be dead that are still in the tiers and that no plan in place uses.
+    /// True if expired rows that no active plan uses may be left in the tiers.
     pub(super) fn is_sweeping(&self) -> bool {
         self.sweep.as_ref().is_some_and(|under_way| !under_way.passed)
     }
 
-    /// What fails amid a batch is tried again before the next one, and by whoever needs to know all rows, who gets the error.
+    /// A failure during a batch is retried before the next batch, and by calls that need all rows, which return the
+    /// error.
     pub(super) fn log_sweep_stopped(&self, error: &Error) {
         tracing::debug!("table {:?}: a sweep has stopped and will go on: {error}", self.context.config.name);
     }
 
-    /// At DEBUG, because tables may sweep after each step. [`EvictionStats`] has the numbers of all sweeps.
+    /// Logs at DEBUG level, because tables may sweep after each step. [`EvictionStats`] counts all sweeps.
     pub(super) fn log_sweep_ended(&self, sweep: &SweepProgress) {
         let (table, step, rule) = (&self.context.config.name, sweep.matcher.sweep.step, &sweep.matcher.sweep.rule);
         let rows = self.counts.expired() - sweep.expired_before;
         tracing::debug!("table {table:?}: the sweep after step {step} has ended and took {rows} rows: {rule:?}");
     }
 
-    /// Bury all rows that the sweep under way takes, but those of plans that are in place.
+    /// Removes all rows that the sweep in progress matches, except rows of active plans.
     ///
-    /// Errors: those of the SSD tier and of reads of the device tier. The sweep goes on with the next call.
+    /// Errors: those of the SSD tier and of reads of the device tier. The next call continues the sweep.
     pub(crate) fn finish_sweep(&mut self) -> Result<()> {
         if !self.has_sweep() {
             return Ok(());
@@ -106,11 +110,11 @@ impl Residency {
         while self.is_sweeping() {
             self.continue_sweep(TO_THE_END)?;
         }
-        // What was spared may be dead by now.
+        // Plans of deferred rows may have ended.
         self.continue_sweep(TO_THE_END)
     }
 
-    /// Go on with the sweep under way by as much as before a batch. Returns whether there is more to do.
+    /// Continues the sweep in progress by the slice of one batch. Returns true if there is more to do.
     ///
     /// Errors: as [`Residency::finish_sweep`].
     pub(crate) fn sweep_slice(&mut self) -> Result<bool> {
@@ -122,7 +126,7 @@ impl Residency {
         Ok(false)
     }
 
-    /// Forget the sweep under way and what older ones have spared, and with that what was still to be buried.
+    /// Cancels the sweep in progress and forgets the deferred rows, without removing the remaining expired rows.
     pub(super) fn drop_sweep(&mut self) {
         self.sweep = None;
         self.deferred = DeferredRows::default();
@@ -130,7 +134,7 @@ impl Residency {
         self.active_plans.sweep_has_ended();
     }
 
-    /// Rows were put into the table: the next sweep after the same step has to look at them.
+    /// Records that rows were added to the table: the next sweep after the same step has to visit them.
     pub(super) fn record_added_rows(&mut self) {
         self.last_sweep = None;
         if let Some(under_way) = &mut self.sweep {
@@ -138,7 +142,7 @@ impl Residency {
         }
     }
 
-    /// Go on with the sweep under way.
+    /// Continues the sweep in progress.
     fn continue_sweep(&mut self, slice: SweepSlice) -> Result<()> {
         self.expire_deferred()?;
         let swept = self.sweep_tiers(slice);
@@ -158,10 +162,11 @@ impl Residency {
         }
     }
 
-    /// The sweep under way. It stays in its field while it works, where [`Residency::moved`] finds it: to bury rows may move others.
+    /// The sweep in progress. It stays in its field while it works, so that [`Residency::record_moved`] finds it:
+    /// removing rows may move others.
     ///
     /// # Panics
-    /// When none is under way.
+    /// If no sweep is in progress.
     fn sweep_progress(&mut self) -> &mut SweepProgress {
         self.sweep.as_mut().expect("a sweep is under way")
     }
@@ -171,7 +176,7 @@ impl Residency {
         let (by, has_passed) = (Arc::clone(&under_way.matcher), under_way.passed);
         let is_beside = under_way.is_carried && under_way.is_in_ram() && !slice.is_to_the_end();
         if has_passed || under_way.deferred.len() > MOST_DEFERRED {
-            // A row that lives when it is judged is never taken by this sweep, so that it does not matter when that is.
+            // A row that does not match at this time never matches this sweep, so the time does not matter.
             self.expire_sweep_deferred()?;
         }
         if has_passed {
@@ -194,7 +199,7 @@ impl Residency {
                 // Later parts need no copies of this one.
                 self.forget_copies();
             } else if self.has_copies() {
-                // One part that is read from the device is enough before a batch.
+                // Before a batch, one part read from the device is enough.
                 break;
             }
         }
@@ -204,7 +209,8 @@ impl Residency {
             }
             return Ok(());
         }
-        // Rows that wait in RAM come before those on SSD, where they may have gone since they were passed.
+        // Deferred rows in RAM precede the rows on SSD, because they may have been demoted to SSD since their slot was
+        // visited.
         self.expire_sweep_deferred()?;
         let under_way = self.sweep_progress();
         if !under_way.ram_passed {
@@ -219,7 +225,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Bury the dead rows in some slots of the host tier, which are passed then. Returns how many.
+    /// Removes the expired rows in a range of host slots and advances past it. Returns the number of rows removed.
     fn sweep_host(&mut self, slots: std::ops::Range<CacheSlot>, matcher: &SweepMatcher) -> Result<usize> {
         let (mut dead, mut later) = (Vec::new(), Vec::new());
         for slot in self.host.trained_until(matcher.sweep.latest_step(), slots.clone()) {
@@ -233,7 +239,7 @@ impl Residency {
         Ok(buried)
     }
 
-    /// Bury the dead rows in some slots of the device tier, which are passed then. Returns how many.
+    /// Removes the expired rows in a range of device slots and advances past it. Returns the number of rows removed.
     fn sweep_device(&mut self, slots: std::ops::Range<CacheSlot>, matcher: &SweepMatcher) -> Result<usize> {
         let (mut dead, mut later) = (Vec::new(), Vec::new());
         if let Some(tier) = &self.device {
@@ -248,17 +254,18 @@ impl Residency {
         Ok(dead.len())
     }
 
-    /// As [`Residency::sweep_ssd`], while slots in RAM are left. What it finds is buried earlier so. But a row that it passes over because
-    /// it is in RAM may leave RAM before its slot is looked at, so all records are come to again afterwards.
+    /// Like [`Residency::sweep_ssd`], but while slots in RAM remain, so that expired rows on SSD are removed earlier.
+    /// It skips rows that are also in RAM, and such a row may leave RAM before its slot is visited, so all records are
+    /// visited again afterwards.
     fn sweep_ssd_early(&mut self, slice: SweepSlice) -> Result<()> {
-        // A tier that only reads is gone through as a whole.
+        // A read-only tier is visited in one pass.
         if self.context.ssd.as_ref().is_some_and(|ssd| !ssd.is_read_only()) && self.sweep_ssd_in_time(slice)? {
             self.sweep_progress().ssd = SsdExpiryCursor::default();
         }
         Ok(())
     }
 
-    /// As [`Residency::sweep_ssd`], part by part, until the records of a slice were looked at or its time is over.
+    /// Like [`Residency::sweep_ssd`], but part by part until the slice's records were visited or its time is used up.
     fn sweep_ssd_in_time(&mut self, slice: SweepSlice) -> Result<bool> {
         if slice.is_to_the_end() {
             return self.sweep_ssd(slice.records);
@@ -278,7 +285,7 @@ impl Residency {
         swept
     }
 
-    /// Bury dead rows on SSD, and look at about so many records for that. Returns whether all were looked at.
+    /// Removes expired rows on SSD, visiting about `records` records. Returns true if all records were visited.
     fn sweep_ssd(&mut self, records: usize) -> Result<bool> {
         let (Some(ssd), Some(under_way)) = (&self.context.ssd, &mut self.sweep) else { return Ok(true) };
         if ssd.is_read_only() {
@@ -300,7 +307,7 @@ impl Residency {
             last_step: sweep.latest_step(),
             row_predicate: if sweep.is_by_last_step() { None } else { Some(&by_row) },
         };
-        // A row that is in RAM too is judged there.
+        // A row that is also in RAM is matched there.
         let in_ram = |id: Id| is_in_ram(&self.host, self.device.as_ref(), id);
         let buried = if let Some(told) = &self.notifier {
             let mut tell = |headers, vectors| told.push_expired(RowChunk { headers, vectors }, &judge, dim);
@@ -317,8 +324,8 @@ impl Residency {
         Ok(buried.finished)
     }
 
-    /// As [`Residency::sweep_ssd`], of all records of a tier that only reads: nothing can be written, and no state is published that would need
-    /// to know.
+    /// Like [`Residency::sweep_ssd`], but visits all records of a read-only tier. Nothing can be written, and no state
+    /// is published that would need it.
     fn sweep_read_only_ssd(&mut self) -> Result<bool> {
         let judge = Arc::clone(&self.sweep_progress().matcher);
         let Some(ssd) = &self.context.ssd else { return Ok(true) };
@@ -340,29 +347,29 @@ impl Residency {
         Ok(true)
     }
 
-    /// Judges the rows that the sweep under way has left for later.
+    /// Matches the deferred rows of the sweep in progress.
     fn expire_sweep_deferred(&mut self) -> Result<()> {
         let SweepProgress { matcher: judge, deferred: later, .. } = self.sweep_progress();
         let (by, ids) = (Arc::clone(judge), later.clone());
         let judged = ids.len();
         let stay = self.expire_deferred_ids(ids, &by)?;
-        // Rows that moved meanwhile follow those that were judged.
+        // Rows that moved during the call follow the matched ones.
         self.sweep_progress().deferred.splice(..judged, stay);
         Ok(())
     }
 
-    /// Judge rows that a sweep has left for later. Returns those that plans in place use, which stay for later.
+    /// Matches deferred rows against the sweep. Returns the rows that active plans use, which stay deferred.
     pub(super) fn expire_deferred_ids(&mut self, mut ids: Vec<Id>, matcher: &SweepMatcher) -> Result<Vec<Id>> {
         ids.sort_unstable();
         ids.dedup();
         let stay = self.expire_in_ram(&ids, matcher)?;
-        // Records on SSD are passed over while their rows are in RAM. So rows that have left RAM since are looked at there.
+        // The pass over SSD skips records whose rows are in RAM, so rows that have left RAM since are matched on SSD.
         self.expire_on_ssd(&ids, matcher)?;
         Ok(stay)
     }
 
-    /// Bury the dead ones among these rows that are in RAM. Returns those that cannot be judged yet, because plans in place use them or they
-    /// are being read.
+    /// Removes the expired rows of `ids` that are in RAM. Returns the rows that cannot be matched yet, because active
+    /// plans use them or they are being read.
     pub(super) fn expire_in_ram(&mut self, ids: &[Id], matcher: &SweepMatcher) -> Result<Vec<Id>> {
         let (mut in_host, mut on_device, mut later) = (Vec::new(), Vec::new(), Vec::new());
         for &id in ids {
@@ -383,17 +390,18 @@ impl Residency {
         Ok(later)
     }
 
-    /// A plan is about to use its rows: bury those of them that are dead, which it reads as rows that are not there. From then on until it
-    /// ends no row of it dies.
+    /// Activates a plan that is about to use its rows: removes the expired ones, which the plan reads as missing rows.
+    /// No row of the plan expires until the plan ends.
     ///
-    /// Errors: as [`Residency::finish_sweep`]. The plan is not in place then.
+    /// Errors: as [`Residency::finish_sweep`]. The plan is not active then.
     pub(crate) fn activate_plan(&mut self, pins: &PlanPins) -> Result<()> {
         if self.context.config.eviction.is_none() {
             return Ok(());
         }
-        // Rows that an evaluation has kept are dead when it ends. An export of the table with these rows would end if they left now.
+        // Rows kept by an evaluation expire when it ends. An export of the table with these rows would be cancelled if
+        // they were removed.
         let waits = self.exports.are_contents_pinned(self.context.version()) || self.is_notifier_full();
-        // Where the sweep goes no further, what it has left for later may be dead all the same.
+        // Deferred rows may be expired even if the sweep does not advance.
         let stopped = waits
             || match self.continue_sweep(BEFORE_BATCH) {
                 Err(error) if self.needs_device_reads() => return Err(error),
@@ -418,24 +426,24 @@ impl Residency {
         Ok(())
     }
 
-    /// A plan has ended. Its rows that a sweep had to spare, and that it did not train, are dead from now on.
+    /// Deactivates a plan that has ended. Its deferred rows that it did not train are expired.
     pub(super) fn deactivate_plan(&mut self, ids: &Arc<Vec<Id>>) {
         self.active_plans.remove(ids);
     }
 
-    /// Rows move to slots that a sweep may have passed already.
+    /// Records rows that move to slots that a sweep may have visited already.
     pub(super) fn record_moved(&mut self, ids: impl Iterator<Item = Id>) {
         if let Some(under_way) = self.sweep.as_mut().filter(|under_way| !under_way.passed) {
             under_way.deferred.extend(ids);
         }
     }
 
-    /// Whether nothing has changed since the last sweep but what that took.
+    /// True if nothing has changed since the last sweep except by that sweep.
     pub(crate) fn is_unchanged_since_sweep(&self) -> bool {
         self.version_after_sweep == Some(self.context.version())
     }
 
-    /// Whether sweeps have spared rows of plans that are in place, which may still die.
+    /// True if sweeps have deferred rows that may still expire.
     pub(super) fn has_deferred(&self) -> bool {
         !self.deferred.is_empty() || self.sweep.as_ref().is_some_and(|under_way| !under_way.deferred.is_empty())
     }

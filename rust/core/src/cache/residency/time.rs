@@ -1,6 +1,6 @@
-//! The time of a table: when its training steps were made, for rules in seconds.
+//! The clock of a table: times of its training steps, for rules in seconds.
 //!
-//! It is the system's, or what the user gives as the time of the events that are trained. Whatever it is, it does not go back.
+//! Times are those of the system, or event times set by the user. They never decrease.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -8,7 +8,7 @@ use super::Residency;
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::StepClock;
 
-/// What a table knows of time, for a table that goes on in its place.
+/// Clock state that another table adopts.
 pub(crate) struct ClockState {
     clock: StepClock,
     user_time: Option<u64>,
@@ -16,26 +16,27 @@ pub(crate) struct ClockState {
 }
 
 impl Residency {
-    /// When the table's steps were made, as far as that is known.
+    /// Times of the table's steps, as far as they are known.
     pub(crate) fn clock(&self) -> &StepClock {
         &self.clock
     }
 
-    /// Replace what is known of when the table's steps were made, as a load does.
+    /// Replaces the times of the table's steps, as a load does.
     pub(crate) fn restore_clock(&mut self, clock: &StepClock) {
         let before = self.event_time();
         self.clock.clone_from(clock);
-        // What was set is of the steps before the load: those that come may be of times before it.
+        // The time that was set belongs to the steps before the load: later steps may have earlier times.
         self.user_time = None;
         self.adopt_time_source(before);
     }
 
-    /// The time of now where the user gives it.
+    /// The current event time, if the user sets event times.
     pub(crate) fn event_time(&self) -> Option<u64> {
         self.clock.has_event_times().then(|| self.now())
     }
 
-    /// Rows were loaded in the place of others, whose time was this one where the user gives it: the user gives it from now on too.
+    /// Keeps the time source after a load has replaced the rows: if the previous contents had event time `before`, the
+    /// user continues to set event times.
     pub(crate) fn adopt_time_source(&mut self, before: Option<u64>) {
         if let Some(time) = before {
             self.clock.set_event_times();
@@ -43,23 +44,23 @@ impl Residency {
         }
     }
 
-    /// What [`Residency::join_clock`] of another table takes over.
+    /// Clock state for [`Residency::join_clock`] of another table.
     pub(crate) fn clock_state(&self) -> ClockState {
         ClockState { clock: self.clock.clone(), user_time: self.user_time, time_before_load: self.time_before_load }
     }
 
-    /// Also take over what another shard of the table knows of these steps, and what time it is there.
+    /// Merges the step times and the current time of another shard of the table.
     pub(crate) fn join_clock(&mut self, from: &ClockState) {
         self.clock = StepClock::join([&self.clock, &from.clock].into_iter());
         self.user_time = self.user_time.max(from.user_time);
         self.time_before_load = self.time_before_load.max(from.time_before_load);
     }
 
-    /// The time of now, in milliseconds: what was set last, else the system's. It is never before that of the last step.
+    /// The current time in milliseconds: the time set last, else the system's. Never before the time of the last step.
     pub(crate) fn now(&self) -> u64 {
         let now = match self.user_time {
             Some(time) => time,
-            // Until the user goes on to give times, as after a load, it stands still.
+            // The time does not advance until the user sets a time again, as after a load.
             None if self.clock.has_event_times() && self.clock.is_empty() => self.time_before_load,
             None if self.clock.has_event_times() => 0,
             None => SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64),
@@ -67,7 +68,7 @@ impl Residency {
         now.max(self.clock.latest())
     }
 
-    /// From now on the table's time is the one that is given, in milliseconds, until the next is.
+    /// Sets the table's time, in milliseconds, until the next call.
     ///
     /// Errors: those of [`Residency::check_time`].
     pub(crate) fn set_time(&mut self, time: u64) -> Result<()> {
@@ -77,7 +78,7 @@ impl Residency {
         Ok(())
     }
 
-    /// `Input` where this time is before the table's, so that [`Residency::set_time`] would let it go back.
+    /// Errors: `Input` if this time precedes the table's, so that [`Residency::set_time`] would decrease it.
     pub(crate) fn check_time(&self, time: u64) -> Result<()> {
         let latest = self.user_time.unwrap_or(0).max(self.clock.latest());
         if time >= latest {
@@ -94,12 +95,12 @@ impl Residency {
         ))
     }
 
-    /// A step was made: note when, where a rule asks for it.
+    /// Records the time of a completed step, if a rule needs it.
     pub(super) fn record_step_time(&mut self) {
         if self.context.config.keeps_times() {
             let now = self.now();
             if self.user_time.is_some() {
-                // A clock that was made anew, as when all rows are removed, does not know it yet.
+                // A clock that was reset, as when all rows are removed, does not know that yet.
                 self.clock.set_event_times();
             }
             self.clock.record(self.step, now);

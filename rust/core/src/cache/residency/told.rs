@@ -1,5 +1,5 @@
-//! Who is told of rows that are evicted: copies of them, made before they go, wait in a queue. Where nobody is to be told, each of these
-//! calls is one branch.
+//! Delivery of evicted rows: copies, made before the rows are removed, are queued for a consumer. Without a consumer
+//! each of these calls is one branch.
 
 use std::sync::Arc;
 
@@ -13,14 +13,14 @@ use crate::memory;
 use crate::rows::RowRef;
 use crate::types::CacheSlot;
 
-/// What is kept of a table that tells of evicted rows.
+/// The queue of evicted rows of a table with a consumer.
 #[derive(Debug)]
 pub(super) struct EvictionNotifier {
     queue: Arc<EvictedQueue>,
 }
 
 impl EvictionNotifier {
-    /// Tell of rows that a sweep took, each as taken by the first one that takes it.
+    /// Queues rows expired by a sweep, grouped by the step and reason of the first sweep that matches each.
     pub(super) fn push_expired(&self, rows: RowChunk, matcher: &SweepMatcher, dim: usize) {
         let row = |at: usize| rows.row(at, self.queue.floats());
         let kind = |at| matcher.step_and_reason(row(at).header, &row(at).vector[..dim]);
@@ -44,7 +44,7 @@ impl EvictionNotifier {
 }
 
 impl Residency {
-    /// Keep copies of rows that are evicted from now on, in the queue that is returned.
+    /// Starts queueing copies of evicted rows. Returns the queue.
     pub(crate) fn start_evicted_queue(&mut self) -> Arc<EvictedQueue> {
         let floats = self.context.floats();
         let told = self
@@ -53,23 +53,23 @@ impl Residency {
         Arc::clone(&told.queue)
     }
 
-    /// Whether somebody is to be told of evicted rows.
+    /// True if evicted rows have a consumer.
     #[inline]
     pub(super) fn has_notifier(&self) -> bool {
         self.notifier.is_some()
     }
 
-    /// Whether sweeps are to go no further before batches, because those who are told of rows do not keep up with them.
+    /// True if sweeps must not advance before batches, because the consumer of evicted rows does not keep up.
     pub(super) fn is_notifier_full(&self) -> bool {
         self.notifier.as_ref().is_some_and(|told| told.queue.is_full())
     }
 
-    /// How many rows wait to be told of.
+    /// Number of rows in the queue.
     pub(super) fn undelivered_rows(&self) -> u64 {
         self.notifier.as_ref().map_or(0, |told| told.queue.rows() as u64)
     }
 
-    /// Copies of rows of the host tier that are about to be evicted; none where nobody is told.
+    /// Returns copies of rows of the host tier that are about to be evicted; none without a consumer.
     ///
     /// Errors: `Memory`.
     pub(super) fn copies_of_host(&self, slots: &[WriteAccess]) -> Result<RowChunk> {
@@ -83,7 +83,8 @@ impl Residency {
         Ok(copies)
     }
 
-    /// Copies of rows of the device tier that are about to be evicted; none where nobody is told, and they are not needed otherwise.
+    /// Returns copies of rows of the device tier that are about to be evicted; none without a consumer, unless
+    /// `are_needed`.
     ///
     /// Errors: `Memory`, and those of reads from the device.
     pub(super) fn copies_of_device(&mut self, slots: &[CacheSlot], are_needed: bool) -> Result<RowChunk> {
@@ -93,7 +94,7 @@ impl Residency {
         self.copies_of(slots)
     }
 
-    /// Copies of rows that were read from SSD and are about to be evicted; none where nobody is told.
+    /// Returns copies of rows that were read from SSD and are about to be evicted; none without a consumer.
     ///
     /// Errors: `Memory`.
     pub(super) fn copies_of_read<'a>(&self, rows: impl ExactSizeIterator<Item = RowRef<'a>>) -> Result<RowChunk> {
@@ -112,23 +113,24 @@ impl Residency {
         Ok(copies)
     }
 
-    /// Tell of rows that a sweep took.
+    /// Queues rows expired by a sweep.
     pub(super) fn notify_expired(&self, copies: RowChunk, matcher: &SweepMatcher) {
         if let Some(told) = self.notifier.as_ref().filter(|_| !copies.headers.is_empty()) {
             told.push_expired(copies, matcher, self.context.layout.dim);
         }
     }
 
-    /// Tell of rows that were dropped because the table is full.
+    /// Queues rows that were dropped because the table is full.
     pub(super) fn notify_dropped(&self, copies: RowChunk) {
         if let Some(told) = &self.notifier {
             told.queue.push(EvictedRows { step: self.step, reason: EvictedRows::FULL, rows: copies });
         }
     }
 
-    /// The rows are about to go for another reason: tell of those that sweeps have taken. What cannot be read is logged.
+    /// Finishes the sweep, so that its rows are queued before all rows are removed for another reason. Logs other
+    /// errors.
     ///
-    /// Errors: the one that [`Residency::needs_device_reads`] tells of.
+    /// Errors: the one that [`Residency::needs_device_reads`] reports.
     pub(crate) fn notify_rest(&mut self) -> Result<()> {
         if self.has_notifier()
             && let Err(error) = self.finish_sweep()
@@ -142,7 +144,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Nobody is told of what comes from now on.
+    /// Ends the queue: later evictions are not delivered.
     pub(crate) fn end_notifying(&self) {
         if let Some(told) = &self.notifier {
             told.queue.end();

@@ -1,4 +1,4 @@
-//! The end of a batch: its rows are marked as trained, and what its plan held is given back.
+//! End of a batch: its rows are marked as trained, and the pins of its plan are released.
 
 use std::sync::Arc;
 
@@ -15,15 +15,16 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 #[derive(Default)]
 struct NewRows {
     rows: u64,
-    /// Their ids, where the table refuses some.
+    /// Their ids, if the table has an admission rule.
     ids: Vec<Id>,
 }
 
 impl Residency {
-    /// Record one training step: the table's step counter advances, and the rows of the batch are dirty and born.
+    /// Records one training step: advances the table's step counter, marks the rows of the batch dirty and inserts the
+    /// provisional ones. Counts the ids of `pins` that were not admitted.
     ///
-    /// `slots` are those of the distinct rows on the tier that kernels run on, `NO_SLOT` where a row has none or gets none: `[U]`. `starts`
-    /// say where the occurrences of each row begin: `[U + 1]`. What `pins` says was refused is counted.
+    /// `slots` are the slots of the distinct rows on the tier that kernels run on, `NO_SLOT` for ids without a row that
+    /// are not admitted: `[U]`. `starts` is the start of the occurrences of each row: `[U + 1]`.
     pub(crate) fn train(&mut self, pins: &PlanPins, slots: &[CacheSlot], starts: &[u32]) {
         self.step += 1;
         self.record_step_time();
@@ -43,7 +44,7 @@ impl Residency {
         }
     }
 
-    /// Record the step in the rows of the batch at `positions`, among which are all that have a slot.
+    /// Records the step in the rows of the batch at `positions`, which include all rows with a slot.
     fn touch_rows(
         &mut self,
         pins: &PlanPins,
@@ -90,9 +91,10 @@ impl Residency {
         born
     }
 
-    /// Copy what a moment wants of rows that a step is about to change, in slots of the tier that kernels run on. `NO_SLOT` is no row.
+    /// Keeps copies, for the snapshot, of rows that a step is about to change, in slots of the tier that kernels run
+    /// on. Skips `NO_SLOT`.
     ///
-    /// Errors: the one that says that rows are to be read from the device first. Nothing has changed then.
+    /// Errors: the error that requests reads from the device. Nothing has changed then.
     pub(crate) fn keep_pre_images(&mut self, slots: &[CacheSlot], no_writes: NoKernelWrites<'_>) -> Result<()> {
         if self.snapshot.is_none() {
             return Ok(());
@@ -106,25 +108,26 @@ impl Residency {
         Ok(())
     }
 
-    /// As [`Residency::keep_pre_images`], of rows of a device tier whose tensors are in RAM and have a row in each of the slots.
+    /// Like [`Residency::keep_pre_images`], for rows of a device tier whose tensors are in RAM and have a row in each
+    /// of the slots.
     pub(crate) fn keep_tensor_pre_images(&mut self, slots: &[CacheSlot], tensors: &DeviceTensors<'_>) {
         if let (Some(moment), Some(device)) = (&mut self.snapshot, &self.device) {
             moment.keep_tensors(device, slots, tensors, self.context.layout);
         }
     }
 
-    /// Give back what a plan held. Rows that were never trained vanish with their last pin, and so do the device slots of rows that never
-    /// came there.
+    /// Releases the pins of a plan. The last pin of a row that was never trained also discards the row. Device
+    /// slots of rows that never arrived are freed.
     pub(crate) fn release(&mut self, mut pins: PlanPins) {
         self.end_admission_decision(&mut pins);
         let PlanPins { ids, host, group, group_grew, device, pledged, .. } = pins;
         self.deactivate_plan(&ids);
         self.counts.take_back_pledge(pledged);
-        // Where rows of the group were not trained, each of its pins may be the last one, with which the row vanishes. So they are counted by
-        // slot, as soon as the first one is given back.
+        // If rows of the group were not trained, each of its pins may be the last one, with which the row is discarded.
+        // They are then counted by slot, as soon as the first pin is released.
         let group = group.filter(|_| !group_grew || self.host.slots.are_settled(&host));
         let together = group.and_then(|group| self.host.slots.unpin_group(&group));
-        // The slots that the plan has pinned one by one beside its group.
+        // The slots that the plan has pinned one by one in addition to its group.
         let is_all = together.as_ref().is_some_and(|slots| Arc::ptr_eq(slots, &host));
         let host: &[CacheSlot] = if is_all { &[] } else { &host };
         let is_single = |position: usize| together.as_ref().is_none_or(|slots| slots[position] == NO_SLOT);
@@ -157,7 +160,8 @@ impl Residency {
         self.give_back_unused();
     }
 
-    /// A row has left the device unborn. Where another plan has pinned the slot that it came from, it is there as it was.
+    /// Handles a provisional row that has left the device. If another plan has pinned the host slot that it came from,
+    /// the row is restored there.
     fn unshadow(&mut self, id: Id, is_provisional: bool) {
         let slot = self.host.slots.get(id);
         if is_provisional && slot != NO_SLOT && self.host.slots.state(slot).has(RowState::SHADOW) {
@@ -167,7 +171,7 @@ impl Residency {
     }
 }
 
-/// The positions in `slots` `[U]` that have one. There is no branch, since nobody can foresee which do.
+/// The positions in `slots` `[U]` that have a slot. Branchless, because the outcome is unpredictable.
 fn with_slots(slots: &[CacheSlot]) -> Vec<u32> {
     let count = slots.iter().filter(|&&slot| slot != NO_SLOT).count();
     let mut positions = vec![0; count + 1];

@@ -1,4 +1,4 @@
-//! How far a sweep under way has come.
+//! Progress of a sweep.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -9,7 +9,7 @@ use super::pace::SweepPace;
 use crate::ssd::SsdExpiryCursor;
 use crate::types::{CacheSlot, Id};
 
-/// A sweep whose dead rows are not all buried yet.
+/// A sweep that has not removed all of its expired rows yet.
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own, and all combinations occur")]
 pub(super) struct SweepProgress {
@@ -18,24 +18,26 @@ pub(super) struct SweepProgress {
     pub(super) device: SlotRound,
     pub(super) ssd: SsdExpiryCursor,
     pub(super) pace: SweepPace,
-    /// Whether the sweep came while another one was under way, and goes on where that one was. If sweeps come so often that RAM is never
-    /// passed, the SSD tier would never have its turn. So it is gone through beside RAM then, and once more after it.
+    /// True if the sweep replaced an unfinished one and continues from its position. With very
+    /// frequent sweeps none would finish RAM, and the SSD tier would never be visited. Such a sweep therefore visits
+    /// SSD in parallel with RAM, and once more after RAM.
     pub(super) is_carried: bool,
-    /// Whether the tiers in RAM were gone through.
+    /// True if the sweep has visited all slots of the tiers in RAM.
     pub(super) ram_passed: bool,
-    /// Whether all tiers were gone through. Then only rows of `later` may be dead.
+    /// True if the sweep has visited all tiers. Then only rows of `deferred` may be expired.
     pub(super) passed: bool,
-    /// Rows that could not be judged when their slot was passed, or that moved meanwhile: rows of plans that are in place, rows that are
-    /// being read.
+    /// Rows that could not be matched when their slot was visited, or that moved since: rows of active plans and rows
+    /// that are being read.
     pub(super) deferred: Vec<Id>,
-    /// Whether rows were put into the table since this began, which it does not take.
+    /// True if rows were added to the table since the start. The sweep does not match them.
     pub(super) rows_added: bool,
-    /// So many rows had been evicted when it began.
+    /// Number of expired rows of the table at the start.
     pub(super) expired_before: u64,
 }
 
 impl SweepProgress {
-    /// A sweep that goes on where `before` is, which it takes the place of, in tiers with so many `(host, device)` slots.
+    /// A sweep that continues from the position of `before`, which it replaces, in tiers with `(host_slots,
+    /// device_slots)` slots.
     pub(super) fn after(
         before: Option<Self>,
         matcher: SweepMatcher,
@@ -60,29 +62,29 @@ impl SweepProgress {
         }
     }
 
-    /// Whether slots of tiers in RAM are left.
+    /// True if slots of tiers in RAM remain.
     pub(super) fn is_in_ram(&self) -> bool {
         self.host.remaining > 0 || self.device.remaining > 0
     }
 }
 
-/// A way once around the slots of a tier.
+/// One pass over the slots of a tier.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SlotRound {
     pub(super) next: CacheSlot,
-    /// Slots that the tier had when the round began. What came into later ones since is looked at elsewhere.
+    /// Number of slots of the tier when the round started. Rows in slots added later are matched elsewhere.
     slots: u32,
-    /// Slots that are still to be looked at.
+    /// Number of slots that the round has not visited yet.
     pub(super) remaining: u32,
 }
 
 impl SlotRound {
-    /// All of `slots` slots, from where another round has stopped.
+    /// A round over all of `slots` slots that starts where the previous round has stopped.
     pub(super) fn around(self, slots: u32) -> Self {
         Self { next: self.next, slots, remaining: slots }
     }
 
-    /// The next slots, at most `most`, of a tier that has `slots` by now.
+    /// The next slots, at most `most`, of a tier that has `slots` at present.
     pub(super) fn part(self, most: usize, slots: u32) -> std::ops::Range<CacheSlot> {
         let slots = slots.min(self.slots);
         let first = if self.next >= slots { 0 } else { self.next };
@@ -90,23 +92,23 @@ impl SlotRound {
         first..first.saturating_add(most).min(slots)
     }
 
-    /// The slots of a part were looked at.
+    /// The round after the slots of `part` were visited.
     pub(super) fn after(self, part: &std::ops::Range<CacheSlot>) -> Self {
         let seen = part.end - part.start;
-        // Where a tier has become empty, there is nothing left to see.
+        // If the tier has become empty, no slots remain.
         Self { next: part.end, remaining: if seen == 0 { 0 } else { self.remaining - seen }, ..self }
     }
 }
 
 impl SweepProgress {
-    /// Those of these ids whose rows the sweep may take. Once all tiers were gone through these are rows that were left for later: what
-    /// came in since is not the sweep's.
+    /// The subset of `ids` whose rows the sweep may match. After all tiers were visited these are the deferred rows:
+    /// rows added since do not belong to the sweep.
     pub(super) fn may_match<'i>(&self, ids: &'i [Id]) -> Cow<'i, [Id]> {
         if self.passed { self.deferred_among(ids) } else { Cow::Borrowed(ids) }
     }
 
-    /// Those of these ids whose rows the sweep may take if they are in RAM. Once the tiers there were gone through these are rows that were
-    /// left for later, because a row that comes from SSD is left for later too.
+    /// The subset of `ids` whose rows the sweep may match if they are in RAM. After RAM was visited these are the
+    /// deferred rows, because a row loaded from SSD is deferred too.
     pub(super) fn may_match_in_ram<'i>(&self, ids: &'i [Id]) -> Cow<'i, [Id]> {
         if self.ram_passed { self.deferred_among(ids) } else { self.may_match(ids) }
     }

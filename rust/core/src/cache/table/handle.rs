@@ -1,4 +1,4 @@
-//! One table shard: how it is opened and closed, its counters, its flushes.
+//! The handle of one table shard: opening, closing, counters and flushes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,8 @@ use crate::memory;
 use crate::rows::{RowInitializer, ScoreDecay};
 use crate::ssd::{LinkedSegments, PinnedSegments, ShardIdentity, SsdTier, StateCounters};
 
-/// One table shard. A clone is another handle of the same table. The rows go with the last handle, plan and moment.
+/// One table shard. A clone is another handle of the same table. The rows are freed with the last handle, plan and
+/// snapshot.
 #[derive(Clone)]
 pub struct Table {
     pub(crate) inner: Arc<TableInner>,
@@ -31,7 +32,8 @@ impl std::fmt::Debug for Table {
 }
 
 impl Table {
-    /// Check the configuration and open the tiers. `device_rows` is given exactly when the configuration has a device tier.
+    /// Checks the configuration and opens the tiers. Pass `device_rows` exactly when the configuration has a device
+    /// tier.
     ///
     /// Errors: `Config` for values out of range; those of [`SsdTier::open`].
     pub fn open(
@@ -42,8 +44,8 @@ impl Table {
         Self::open_from(config, device_rows, engine, None)
     }
 
-    /// As [`Table::open`]. With `source`, its rows and counters are the contents of the table, in place of whatever the directory of the
-    /// SSD tier has.
+    /// Like [`Table::open`]. With `source`, the table has its rows and counters, and the contents of the SSD tier's
+    /// directory are replaced.
     pub fn open_from(
         config: TableConfig,
         device_rows: Option<Arc<dyn DeviceRowReader>>,
@@ -80,58 +82,58 @@ impl Table {
         Ok(Self { inner: Arc::new(TableInner::new(base, residency)) })
     }
 
-    /// The configuration that the table was opened with.
+    /// Returns the configuration of the table.
     pub fn config(&self) -> &TableConfig {
         &self.inner.config
     }
 
-    /// Rows of the table, in all tiers.
+    /// Returns the number of rows in all tiers.
     pub fn len(&self) -> Result<u64> {
         Ok(self.inner.lock_after_sweep()?.rows())
     }
 
-    /// Whether the table has no row.
+    /// Returns true if the table has no row.
     pub fn is_empty(&self) -> Result<bool> {
         Ok(self.len()? == 0)
     }
 
-    /// A number that changes with every change of the rows, such as a training step, an import, a removal or a sweep, and with those of
-    /// the step counter and the shared row. Moves between tiers do not change it.
+    /// Returns a version that changes with every change of the rows, such as a training step, an import, a removal or a
+    /// sweep, and with changes of the step counter and the OOV row. Moves between tiers do not change it.
     pub fn version(&self) -> u64 {
         self.inner.version()
     }
 
-    /// Whether the table was closed.
+    /// Returns true if the table was closed.
     pub fn is_closed(&self) -> bool {
         self.inner.is_closed()
     }
 
-    /// Training steps so far.
+    /// Returns the number of training steps.
     pub fn step(&self) -> Result<u64> {
         Ok(self.inner.lock()?.counters().step)
     }
 
-    /// Set the step counter, as a load does.
+    /// Sets the step counter, as a load does.
     ///
-    /// Errors: `Input` for more than 2^53; `State` where it is to be set back while a sweep spares rows that batches in flight use; those of the end of a sweep that is
-    /// under way.
+    /// Errors: `Input` for more than 2^53; `State` if it would decrease while batches in flight use deferred rows;
+    /// those of finishing a sweep in progress.
     pub fn set_step(&self, step: u64) -> Result<()> {
         self.inner.during_sweeps(|| self.inner.lock_any(), |held| held.set_step(step))
     }
 
-    /// The row that ids share which are refused one, as it is now; `None` where the table has none.
+    /// Returns a copy of the OOV row; `None` if the table has none.
     pub fn oov_row(&self) -> Result<Option<OovRow>> {
         Ok(self.inner.lock()?.oov_row().cloned())
     }
 
-    /// Replace the shared row by a saved one, as a load does; `None` begins it anew. Its slots begin anew where they are of another
-    /// optimizer. Nothing where the table has no shared row.
+    /// Replaces the OOV row with a saved one, as a load does; `None` resets it. Resets its optimizer slots if they
+    /// belong to another optimizer. Does nothing if the table has no OOV row.
     pub fn set_oov_row(&self, saved: Option<&OovRow>) -> Result<()> {
         self.inner.lock_any()?.set_oov_row(saved);
         Ok(())
     }
 
-    /// As [`Table::set_oov_row`], with that of a checkpoint. Where it has none, a line of the log says so.
+    /// Like [`Table::set_oov_row`], with the OOV row of a checkpoint. Logs if the checkpoint has none.
     pub fn load_oov_row(&self, saved: Option<&OovRow>) -> Result<()> {
         let mut held = self.inner.lock_any()?;
         if saved.is_none() {
@@ -141,124 +143,128 @@ impl Table {
         Ok(())
     }
 
-    /// The checkpoint epoch of rows that are trained now.
+    /// Returns the checkpoint epoch of rows that are trained at present.
     pub fn epoch(&self) -> Result<u32> {
         Ok(self.inner.lock()?.counters().epoch)
     }
 
-    /// Set the checkpoint epoch. It rises with the saves; after a load it is the checkpoint's `next_epoch`.
+    /// Sets the checkpoint epoch. It increases with the saves; after a load it is the checkpoint's `next_epoch`.
     pub fn set_epoch(&self, epoch: u32) -> Result<()> {
         self.inner.lock_any()?.begin_epoch(epoch);
         Ok(())
     }
 
-    /// Apply the table's rule of eviction to the rows of now: those that it takes are gone for every batch that is placed from now on, and
-    /// leave the tiers little by little. Nothing where the table has no rule.
+    /// Applies the table's eviction rule to the current rows: matching rows are missing for every batch placed
+    /// afterwards, and are removed from the tiers gradually. Does nothing if the table has no rule.
     ///
-    /// Errors: those of the SSD tier, where a sweep that took other rows is not done; `State` where the rule is one that is given with each
-    /// sweep.
+    /// Errors: those of the SSD tier, if a previous sweep that matches other rows is not finished; `State` if the table
+    /// takes a rule per sweep.
     pub fn sweep(&self) -> Result<()> {
         self.inner.check_writable()?;
         self.inner.during_sweeps(|| self.inner.lock(), |held| held.begin_sweep(None))
     }
 
-    /// As [`Table::sweep`], by the rule that is given with this sweep, where the table's is [`EvictionRule::PerSweep`].
+    /// Like [`Table::sweep`], by the rule of this sweep, if the table's rule is [`EvictionRule::PerSweep`].
     ///
-    /// Errors: those of [`Table::prepare_sweep`]. There are none after that with the same rule, until the next step.
+    /// Errors: those of [`Table::prepare_sweep`]. None after that with the same rule, until the next step.
     pub fn sweep_with_rule(&self, rule: &EvictionRule) -> Result<()> {
         self.inner.check_writable()?;
         self.inner.during_sweeps(|| self.inner.lock(), |held| held.begin_sweep(Some(rule)))
     }
 
-    /// Sweep tables one after the other: each as [`Table::sweep_with_rule`] with the rule beside it, or as [`Table::sweep`] without one.
+    /// Sweeps tables one after the other: like [`Table::sweep_with_rule`] with the rule of its pair, or like
+    /// [`Table::sweep`] without one.
     ///
-    /// Errors: as there. None where all of them were prepared; else the tables before the one that fails are swept.
+    /// Errors: as there. None if all tables were prepared; else the tables before the failed one are swept.
     pub fn sweep_all(tables: &[(Self, Option<&EvictionRule>)]) -> Result<()> {
         tables
             .iter()
             .try_for_each(|(table, given)| given.map_or_else(|| table.sweep(), |given| table.sweep_with_rule(given)))
     }
 
-    /// Do what can fail of [`Table::sweep`], or of [`Table::sweep_with_rule`], so that the ranks that share the table sweep together, or none of them
-    /// does.
+    /// Does the fallible part of [`Table::sweep`] or [`Table::sweep_with_rule`], so that either all ranks of a sharded
+    /// table sweep or none does.
     ///
-    /// Errors: `State` where a rule is given and should not be, or the other way round; `Config` for a rule that is out of range; those of
-    /// the SSD tier, where a sweep that took other rows is not done.
+    /// Errors: `State` if a rule is passed and should not be, or is missing; `Config` for a rule that is out of range;
+    /// those of the SSD tier, if a previous sweep that matches other rows is not finished.
     pub fn prepare_sweep(&self, rule: Option<&EvictionRule>) -> Result<()> {
         self.inner.check_writable()?;
         self.inner.during_sweeps(|| self.inner.lock(), |held| held.prepare_sweep(rule))
     }
 
-    /// When the table's steps were made, as far as that is known, also of a table that waits for a load.
+    /// Returns the times of the table's steps, as far as they are known. Works for a table that waits for a load too.
     pub fn clock(&self) -> Result<StepClock> {
         Ok(self.inner.lock_any()?.clock().clone())
     }
 
-    /// Replace what is known of when the table's steps were made, as a load does. Steps of unknown times count as made when the next one is.
+    /// Replaces the times of the table's steps, as a load does. Steps of unknown times count as made at the time of the
+    /// next step.
     pub fn restore_clock(&self, clock: &StepClock) -> Result<()> {
         self.inner.lock_any()?.restore_clock(clock);
         Ok(())
     }
 
-    /// The rows of a checkpoint were opened in the place of those of `before`, which may be closed: where its user gave the time, this
-    /// table's user does too.
+    /// Adopts the time source of `before`, whose rows were replaced with those of a checkpoint in this table: if its
+    /// user set the time, this table's user does too. `before` may be closed.
     pub fn adopt_time_source(&self, before: &Self) -> Result<()> {
         let time = before.inner.lock_always().event_time();
         self.inner.lock_any()?.adopt_time_source(time);
         Ok(())
     }
 
-    /// The table's time, in milliseconds: what was set last, else the system's since 1970. It is never before that of the last step.
+    /// Returns the table's time, in milliseconds: the time set last, else the system's since 1970. Never before the
+    /// time of the last step.
     pub fn now(&self) -> Result<u64> {
         Ok(self.inner.lock()?.now())
     }
 
-    /// The greatest step that is known to have been made by this time, in milliseconds; `None` where that is known of no step.
+    /// Returns the largest step known to have been made by this time, in milliseconds; `None` if no such step is known.
     pub fn step_at(&self, time: u64) -> Result<Option<u64>> {
         Ok(self.inner.lock()?.clock().step_at(time))
     }
 
-    /// From now on the table's time is the one that is given, in milliseconds, until the next is.
+    /// Sets the table's time, in milliseconds, until the next call.
     ///
-    /// Errors: `Input` where time would go back.
+    /// Errors: `Input` if the time would decrease.
     pub fn set_time(&self, time: u64) -> Result<()> {
         self.inner.lock()?.set_time(time)
     }
 
-    /// As [`Table::set_time`], and nothing changes.
+    /// Checks the arguments of [`Table::set_time`] without a change.
     pub fn check_time(&self, time: u64) -> Result<()> {
         self.inner.lock()?.check_time(time)
     }
 
-    /// Bury all rows that the sweep under way takes, but those of batches that are between their forward and their backward.
+    /// Removes all rows that the sweep in progress matches, except rows of batches between their forward and their
+    /// backward.
     pub(super) fn finish_sweep(&self) -> Result<()> {
         self.inner.lock_after_sweep().map(drop)
     }
 
-    /// The training steps so far and the checkpoint epoch, also of a table that waits for a load.
+    /// Returns the number of training steps and the checkpoint epoch. Works for a table that waits for a load too.
     pub fn counters(&self) -> Result<(u64, u32)> {
         let StateCounters { step, epoch } = self.inner.lock_any()?.counters();
         Ok((step, epoch))
     }
 
-    /// Refuse every use with this reason until a load succeeds (`None`), because the contents are incomplete.
+    /// Rejects every use with this reason until a load succeeds (`None`), because the contents are incomplete.
     pub fn set_unusable(&self, reason: Option<String>) -> Result<()> {
         self.inner.lock_any()?.set_unusable(reason);
         Ok(())
     }
 
-    /// Why every use is refused; `None` where it is not.
+    /// Returns the reason why every use is rejected; `None` if the table is usable.
     pub fn unusable(&self) -> Result<Option<String>> {
         Ok(self.inner.lock_any()?.unusable().map(str::to_owned))
     }
 
-    /// Write every dirty row down and publish one state named `commit_id`, which is larger than every earlier one. Without an SSD tier there is
-    /// nothing to do.
+    /// Writes every dirty row to SSD and publishes one state named `commit_id`, which must be larger than every earlier
+    /// one. Does nothing without an SSD tier.
     pub fn flush(&self, commit_id: u64) -> Result<()> {
         self.flush_with(Some(commit_id))
     }
 
-    /// As [`Table::flush`], under the next even token: threads that do so at once take one after the other.
+    /// Like [`Table::flush`], under the next even commit id. Concurrent callers get consecutive ones.
     pub fn flush_next(&self) -> Result<()> {
         self.flush_with(None)
     }
@@ -270,15 +276,16 @@ impl Table {
         .map(drop)
     }
 
-    /// Write every row down and hold the segments of the SSD tier, durable, which then have all rows of the table; `None` without an SSD
-    /// tier. The table's counters and its shared row are as of then. The states that a resume could take are not touched.
+    /// Writes every row to SSD and pins the durable segments of the SSD tier, which then contain all rows of the table;
+    /// `None` without an SSD tier. Returns the table's counters and OOV row at that time. Published states are not
+    /// affected.
     ///
-    /// Errors as [`Table::flush`].
+    /// Errors: as [`Table::flush`].
     pub fn pin_segments(&self) -> Result<Option<(PinnedSegments, StateCounters, Option<OovRow>)>> {
         self.with_all_on_ssd(|ssd, held| Ok((ssd.pin_segments()?, held.counters(), held.oov_row().cloned())))
     }
 
-    /// Write every dirty row down and do `work` while the SSD tier has all rows; `None` without an SSD tier.
+    /// Writes every dirty row to SSD and does `work` while the SSD tier has all rows; `None` without an SSD tier.
     fn with_all_on_ssd<T>(&self, work: impl FnOnce(&SsdTier, &Residency) -> Result<T>) -> Result<Option<T>> {
         let table = &self.inner;
         let Some(ssd) = &table.ssd else { return Ok(None) };
@@ -294,9 +301,9 @@ impl Table {
         work(ssd, &held).map(Some).map_err(|error| table.in_table(error))
     }
 
-    /// Whether [`Table::open_from`] can open a table of this configuration from `files`.
+    /// Checks that [`Table::open_from`] can open a table of this configuration from `files`.
     ///
-    /// Errors: `Mismatch` without an SSD tier, `Config` where that is too small.
+    /// Errors: `Mismatch` without an SSD tier; `Config` if it is too small.
     pub fn check_opens_from(&self, files: &LinkedSegments) -> Result<()> {
         let _open = self.inner.lock_any()?;
         match (&self.inner.ssd, &self.inner.config.ssd) {
@@ -308,55 +315,57 @@ impl Table {
         }
     }
 
-    /// Forget the published state named `commit_id`, so that the next flush does not push out the state before it.
+    /// Discards the published state named `commit_id`, so that the next flush does not discard the state before it.
     pub fn forget_published(&self, commit_id: u64) -> Result<()> {
         let _open = self.inner.lock_any()?;
         self.inner.ssd.as_ref().map_or(Ok(()), |ssd| ssd.forget_published(commit_id))
     }
 
-    /// The token of the last state that was flushed or resumed, whether or not it is still there. The next one is larger.
+    /// Returns the commit id of the last state that was flushed or resumed, even if that state was discarded. The next
+    /// one is larger.
     pub fn last_commit_id(&self) -> Option<u64> {
         self.inner.ssd.as_ref().and_then(SsdTier::last_commit_id)
     }
 
-    /// Whether the SSD tier gave up, for want of room, the states that a resume could take since the last flush.
+    /// Returns true if the SSD tier discarded the resumable states for lack of free space since the last flush.
     pub fn published_given_up(&self) -> bool {
         self.inner.ssd.as_ref().is_some_and(SsdTier::published_given_up)
     }
 
-    /// Errors: `ReadOnly` where a write of the SSD tier failed, so that no row may be changed.
+    /// Errors: `ReadOnly` if a write of the SSD tier failed, so that no row may be changed.
     pub fn check_writable(&self) -> Result<()> {
         self.inner.check_writable()
     }
 
-    /// Whether a write of the SSD tier failed. Rows can be read and saved elsewhere then, and not changed.
+    /// Returns true if a write of the SSD tier failed. Rows can then be read and saved elsewhere, but not changed.
     pub fn is_read_only(&self) -> bool {
         self.inner.ssd.as_ref().is_some_and(SsdTier::is_read_only)
     }
 
-    /// The checkpoints that a delta of this table can build on, oldest first.
+    /// Returns the base checkpoints of a possible delta of this table, oldest first.
     pub fn base_checkpoints(&self) -> Result<Vec<BaseCheckpoint>> {
         Ok(self.inner.lock_after_sweep()?.base_checkpoints().to_vec())
     }
 
-    /// Note that the contents, as of the end of the epoch before `base.next_epoch`, are those of this checkpoint: the table was saved
-    /// as it, or loaded from it. This is called once the checkpoint is published on all ranks. Rows that are modified from now on must be
-    /// of `next_epoch` or a later one (see [`Table::set_epoch`]).
+    /// Records that the contents at the end of the epoch before `base.next_epoch` are those of this checkpoint: the
+    /// table was saved as it, or loaded from it. Call this once the checkpoint is published on all ranks. Rows modified
+    /// afterwards must belong to `next_epoch` or a later epoch (see [`Table::set_epoch`]).
     pub fn saved_as(&self, base: BaseCheckpoint) -> Result<()> {
         self.inner.lock_any()?.saved_as(base);
         Ok(())
     }
 
-    /// As [`Table::saved_as`], of the rows of a [`Table::moment`] that began with this `next_epoch`; `None` where its save failed. Where
-    /// ids left since that are not all remembered, the checkpoint is no ancestor. A closed table has no use for it.
+    /// Like [`Table::saved_as`], for the rows of a [`Table::snapshot`] that started with this `next_epoch`; `None` if
+    /// its save failed. If not all tombstones since then are known, the checkpoint does not become a base. Does nothing
+    /// for a closed table.
     pub fn finish_background_save(&self, next_epoch: u32, base: Option<BaseCheckpoint>) {
         if let Ok(mut held) = self.inner.lock_any() {
             held.finish_background_save(next_epoch, base);
         }
     }
 
-    /// Wait until no save beside training holds the table's rows, for about `most` at most. Returns whether none does. In a forked child,
-    /// whose parent has the table, none does.
+    /// Waits until no asynchronous save uses the table's rows, for about `most` at most. Returns true if none does.
+    /// Returns true in a forked child, because the table belongs to the parent.
     pub fn wait_for_save(&self, most: Duration) -> Result<bool> {
         if self.inner.check_process().is_err() {
             return Ok(true);
@@ -364,8 +373,8 @@ impl Table {
         self.inner.wait_for_snapshot_end_at_most(most)
     }
 
-    /// Stop background work, once a save beside training is over where one is under way. Rows in RAM that were not flushed are gone. It is
-    /// harmless to call this twice, or in a forked child, whose parent has the table.
+    /// Stops background work, after an asynchronous save in progress. Rows in RAM that were not flushed are lost.
+    /// Idempotent. Does nothing in a forked child, because the table belongs to the parent.
     pub fn close(&self) -> Result<()> {
         if self.inner.check_process().is_err() {
             return Ok(());
@@ -377,7 +386,7 @@ impl Table {
         self.inner.ssd.as_ref().map_or(Ok(()), SsdTier::close)
     }
 
-    /// Counters of the table and its tiers.
+    /// Returns counters of the table and its tiers.
     pub fn stats(&self) -> Result<TableStats> {
         Ok(self.inner.lock_any()?.stats())
     }

@@ -1,4 +1,4 @@
-//! A table, as its users see it.
+//! The public table.
 
 mod evicted;
 mod handle;

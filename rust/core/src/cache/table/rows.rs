@@ -1,4 +1,4 @@
-//! The rows of a table by id: read them, put them in, take them out.
+//! Access to the rows of a table by id: reads, imports, removals.
 
 use super::handle::Table;
 use crate::cache::columns::PickedRows;
@@ -9,21 +9,22 @@ use crate::memory;
 use crate::rows::RowHeader;
 use crate::types::Id;
 
-/// Rows that are read under one hold of the table's lock.
+/// Number of rows read under one hold of the table's lock.
 const ROWS_PER_READ: usize = 4096;
-/// Rows of columns that are put in under one hold of the table's lock.
+/// Number of rows of columns imported under one hold of the table's lock.
 const ROWS_PER_IMPORT: usize = 65_536;
-/// Bytes that an import or a removal takes for each of its rows while it runs: ids, their table while they are compared, and where rows
-/// are. They are asked for in one piece, before anything has changed.
+/// Bytes per row that an import or a removal uses while it runs: ids, their table for the comparison, and locations of
+/// rows. Requested in one piece, before any change.
 const SPACE_PER_ROW: usize = 128;
 
 impl Table {
-    /// The rows of `ids` (`[n]`, repetitions allowed) as they are now, and initial values for ids that the table does not have.
+    /// Returns the current rows of `ids` (`[n]`, repetitions allowed), and initial values for ids that the table does
+    /// not have.
     pub fn read_rows(&self, ids: &[Id]) -> Result<FoundRows> {
         self.read_rows_if(ids, false)
     }
 
-    /// As [`Table::read_rows`], also of a table that waits for a load: for the load itself.
+    /// Like [`Table::read_rows`], but works for a table that waits for a load too: for the load itself.
     pub fn read_incomplete_rows(&self, ids: &[Id]) -> Result<FoundRows> {
         self.read_rows_if(ids, true)
     }
@@ -44,14 +45,14 @@ impl Table {
         Ok(all)
     }
 
-    /// Check that no batch in flight uses any row.
+    /// Checks that no batch in flight uses any row.
     ///
     /// Errors: `State` while one does.
     pub fn check_unused(&self) -> Result<()> {
         self.inner.lock_any()?.check_unused()
     }
 
-    /// Forget every row, and the counts of ids that wait for rows, once a save beside training is over where one is under way.
+    /// Removes every row and the admission counts of pending ids, after an asynchronous save in progress.
     ///
     /// Errors: `State` while a batch in flight uses any row.
     pub fn clear(&self) -> Result<()> {
@@ -60,7 +61,7 @@ impl Table {
         Ok(())
     }
 
-    /// As [`Table::clear`], without the counts, which stay.
+    /// Like [`Table::clear`], but keeps the admission counts.
     pub fn clear_rows(&self) -> Result<()> {
         let table = &self.inner;
         loop {
@@ -71,7 +72,7 @@ impl Table {
                 if held.has_snapshot() {
                     return Ok(false);
                 }
-                // The slots are about to be other rows': no read may end in one of them any more.
+                // The slots will be reused for other rows: no read may end in one of them.
                 held.finish_loads();
                 held.check_unused()?;
                 held.clear().map(|()| true)
@@ -83,17 +84,17 @@ impl Table {
         }
     }
 
-    /// Ask the system now for the memory of so many more rows, as far as the host budget has room for them.
+    /// Allocates memory for `rows` more rows, as far as they fit the host budget.
     pub fn reserve_rows(&self, rows: u64) -> Result<()> {
         self.inner.lock_any()?.reserve(rows)
     }
 
-    /// Overwrite or add rows.
+    /// Overwrites or adds rows.
     ///
-    /// Errors: `State` when a batch in flight uses one of them; `Input` for repeated ids, ids of another shard's buckets, or arrays that
-    /// do not fit; `Capacity`; `Storage` and `Corruption` of rows that are there and cannot be read. Nothing has changed then, unless the
-    /// error says how many of the rows were imported: a table that drops rows when it is full takes them in parts, and the system may
-    /// refuse memory once a write has failed.
+    /// Errors: `State` if a batch in flight uses one of them; `Input` for repeated ids, ids of another shard's buckets,
+    /// or arrays of wrong lengths; `Capacity`; `Storage` and `Corruption` of existing rows that cannot be read. Nothing
+    /// has changed then, unless the error states how many of the rows were imported: a table that drops rows when it is
+    /// full imports them in parts, and an allocation may fail after a write has failed.
     pub fn import_rows(&self, block: RowBlock<'_>) -> Result<()> {
         memory::check()?;
         let table = &self.inner;
@@ -111,8 +112,8 @@ impl Table {
         table.with_device_rows(&rows, || table.lock_any(), import).map(drop)
     }
 
-    /// As [`Table::import_rows`], of rows that are each given once, for a load. Rows that are new to the table and fit the host budget go
-    /// straight to their slots. After an error any number of the rows from the first on are in the table.
+    /// Like [`Table::import_rows`], for the distinct rows of a load. Rows that are new to the table and fit the host
+    /// budget are copied directly to their slots. After an error any prefix of the rows may be in the table.
     pub fn import_columns(&self, rows: PickedRows<'_>) -> Result<()> {
         let floats = self.inner.floats();
         let mut begin = 0;
@@ -120,7 +121,7 @@ impl Table {
             let end = rows.len().min(begin + ROWS_PER_IMPORT);
             let done = begin + self.put_new(rows, begin, end)?;
             if done < end {
-                // Some row is known already, or the tier is full: the rest of this part goes the usual way.
+                // Some row exists already, or the tier is full: the rest of this part is imported like other rows.
                 let (headers, vectors) = rows.block(done..end, floats)?;
                 self.import_rows(RowBlock { headers: &headers, vectors: &vectors })?;
             }
@@ -129,7 +130,7 @@ impl Table {
         Ok(())
     }
 
-    /// Put rows that are new into free slots of the host tier, as many from the first on as possible. Returns how many.
+    /// Puts the longest possible prefix of new rows into free slots of the host tier. Returns its length.
     fn put_new(&self, rows: PickedRows<'_>, begin: usize, end: usize) -> Result<usize> {
         memory::check()?;
         let table = &self.inner;
@@ -143,7 +144,7 @@ impl Table {
         table.with_device_rows(&no_writes, || table.lock_any(), put).map(|(_, put)| put)
     }
 
-    /// Forget rows. Returns how many of them the table had. Errors as [`Table::import_rows`].
+    /// Removes rows. Returns the number of rows removed. Errors: as [`Table::import_rows`].
     pub fn remove_rows(&self, ids: &[Id]) -> Result<u64> {
         let table = &self.inner;
         let rows = table.reading_rows()?;
@@ -161,7 +162,7 @@ impl Table {
     }
 }
 
-/// The ids of rows that are to be imported. Each is there once and of this shard.
+/// Returns the ids of rows to import, after checking that they are distinct and belong to this shard.
 fn check_block(table: &TableInner, block: RowBlock<'_>) -> Result<Vec<Id>> {
     let (floats, name) = (table.floats(), &table.config.name);
     let refuse = |message: String| Err(Error::new(Kind::Input, format!("table {name:?}: {message}")));
@@ -178,7 +179,7 @@ fn check_block(table: &TableInner, block: RowBlock<'_>) -> Result<Vec<Id>> {
     let ids: Vec<Id> = block.headers.iter().map(|header| header.id).collect();
     let distinct = crate::index::dedupe(&ids);
     if distinct.unique.len() != ids.len() {
-        // At the first id that was met before, the number is not the next one.
+        // At the first repeated id, the number is not the next one.
         let twice = distinct.inverse.iter().enumerate().find(|&(position, &number)| position != number as usize);
         let id = twice.map_or(0, |(position, _)| ids[position]);
         return refuse(format!("id {id} is given twice"));

@@ -1,4 +1,4 @@
-//! What a table is asked about budgets other than its own.
+//! Estimates for budgets other than the table's own.
 
 use super::Table;
 use crate::cache::residency::host_row_bytes;
@@ -6,9 +6,9 @@ use crate::error::Result;
 use crate::sizing::MissRatioCurve;
 
 impl Table {
-    /// Measure from now on how the miss ratio depends on how many rows are in RAM. A measurement that is under way goes on.
+    /// Starts measuring the miss ratio as a function of the rows in RAM. A measurement in progress continues.
     ///
-    /// Errors: `State` where the table is closed or torn.
+    /// Errors: `State` if the table is closed or poisoned.
     pub fn begin_sizing(&self) -> Result<()> {
         let _open = self.inner.lock_any()?;
         let config = &self.inner.config;
@@ -17,8 +17,8 @@ impl Table {
         Ok(())
     }
 
-    /// What was measured since it began or since the last call with `reset`: the curve of the table's policy, then that of `lru` where that
-    /// is another. `None` where nothing is measured. With `reset` it counts from zero on.
+    /// Returns the measurement since its start or since the last call with `reset`: the curve of the table's policy,
+    /// then that of `lru` if it is another. `None` if nothing is measured. With `reset`, restarts the counts from zero.
     ///
     /// Errors: as [`Table::begin_sizing`].
     pub fn miss_ratio_curves(&self, reset: bool) -> Result<Option<Vec<MissRatioCurve>>> {

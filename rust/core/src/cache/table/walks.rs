@@ -1,4 +1,4 @@
-//! Walks over the rows of a table: all of them, those that changed, those of a moment.
+//! Walks over the rows of a table: all of them, those that changed, those of a snapshot.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,34 +16,35 @@ use crate::error::Result;
 use crate::lifecycle::{BucketCounts, ExpirySweep, RankKeyRange, ScoreHistogram};
 use crate::types::Id;
 
-/// About how many counts are held beside while they are sorted into other buckets, at 24 bytes each.
+/// Approximate number of counts kept in memory while they are hashed into other buckets, at 24 bytes each.
 const IDS_AT_ONCE: usize = 1 << 20;
 
 impl Table {
-    /// Hand every row of every tier to `sink` once, in chunks of at most `chunk_rows`. The table may be read meanwhile. A training step, an
-    /// import or a removal ends the walk with `State`.
+    /// Passes every row of every tier to `sink` once, in chunks of at most `chunk_rows`. The table may be read
+    /// concurrently. A training step, an import or a removal ends the walk with `State`.
     pub fn for_each_chunk(&self, chunk_rows: usize, sink: &mut dyn FnMut(RowChunk) -> Result<()>) -> Result<()> {
         self.finish_sweep()?;
         all_chunks(&self.inner, self.version(), chunk_rows.max(1), None, sink)
     }
 
-    /// As [`Table::for_each_chunk`], in groups. Rows in RAM are handed over where they lie: the table waits while the sink takes a group,
-    /// and not while the sink makes room for one.
+    /// Like [`Table::for_each_chunk`], but in groups. Rows in RAM are passed in place: the table is locked while the
+    /// sink accepts a group, but not while the sink waits for space.
     pub fn for_each_group(&self, sink: &mut dyn GroupSink) -> Result<()> {
         self.finish_sweep()?;
         all_groups(&self.inner, sink)
     }
 
-    /// As [`Table::for_each_chunk`], as a stream: a thread reads ahead by at most two chunks. A stream whose taker keeps it waiting ends
-    /// with `State` also where the table needs the room on SSD of files that the stream is still to read.
+    /// Like [`Table::for_each_chunk`], but as a stream: a background thread reads ahead by at most two chunks. A stream
+    /// whose consumer is slow also ends with `State` if the table needs the SSD space of files that the stream has not
+    /// read yet.
     pub fn export(&self, chunk_rows: usize) -> Result<ExportStream> {
         self.finish_sweep()?;
         ExportStream::start(&self.inner, chunk_rows)
     }
 
-    /// As [`Table::for_each_chunk`], of the rows whose `modified_epoch` is at least `since`, at the cost of those rows. In RAM a byte is
-    /// looked at for each row where `since` is the epoch of now, else a header. On SSD the footers of segments that have such rows are
-    /// read.
+    /// Like [`Table::for_each_chunk`], but for rows whose `modified_epoch` is at least `since`, at the cost of those
+    /// rows. In RAM, reads a byte per row if `since` is the current epoch, else a header. On SSD, reads the footers of
+    /// segments that have such rows.
     pub fn for_each_modified(
         &self,
         since: u32,
@@ -54,37 +55,39 @@ impl Table {
         modified_chunks(&self.inner, since, chunk_rows.max(1), sink)
     }
 
-    /// As [`Table::for_each_modified`], in groups, as [`Table::for_each_group`] hands over all rows.
+    /// Like [`Table::for_each_modified`], but in groups, as in [`Table::for_each_group`].
     pub fn for_each_modified_group(&self, since: u32, sink: &mut dyn GroupSink) -> Result<()> {
         self.finish_sweep()?;
         modified_groups(&self.inner, since, sink)
     }
 
-    /// The ids that left the table since `base`, each once, in rising order, but those that [sweeps](Table::sweeps_since) took and that
-    /// were not modified since. Some of them may be back, as rows modified since.
+    /// Returns the distinct ids removed from the table since `base`, in ascending order, except rows that
+    /// [sweeps](Table::sweeps_since) removed and that were not modified since. Some of them may have been inserted
+    /// again, as rows modified since.
     ///
-    /// Errors: `State` where that is not known, so that a full save is wanted.
+    /// Errors: `State` if they are not known, so that a full save is required.
     pub fn tombstones_since(&self, base: &BaseCheckpoint) -> Result<Vec<Id>> {
         self.inner.lock_after_sweep()?.tombstones_since(base)
     }
 
-    /// The sweeps since `base`, which took rows that [`Table::tombstones_since`] does not name.
+    /// Returns the sweeps since `base`, which removed rows that are not in [`Table::tombstones_since`].
     pub fn sweeps_since(&self, base: &BaseCheckpoint) -> Result<Vec<ExpirySweep>> {
         Ok(self.inner.lock()?.sweeps_since(base))
     }
 
-    /// Count what changed since `base`, so that it can be told whether a load of a delta on it would find the rows that are here.
+    /// Counts the changes since `base`, to check that loading a delta on it would restore the present rows.
     ///
     /// Errors: those of [`Table::tombstones_since`].
     pub fn count_changes(&self, base: &BaseCheckpoint) -> Result<ChangeCounts> {
         self.inner.lock_after_sweep()?.count_changes(base)
     }
 
-    /// Count the rows by where they stand in the order of a sweep after `step`, which is the present one: see [`Census`](crate::lifecycle::Census). What a
-    /// sweep under way takes goes first. The table's lock is held meanwhile, and rows on SSD are read. With `version` nothing is counted
-    /// (`None`) where the table's [version](Table::version) is another one by then. Returns also the version of what was counted.
+    /// Counts the rows by rank key in the eviction order at `step`, which must be the present step: see
+    /// [`ScoreHistogram`](crate::lifecycle::ScoreHistogram). Finishes the sweep in progress first. The table's lock is
+    /// held for the duration, and rows on SSD are read. Returns the version of the counted contents too, or `None` if
+    /// `version` is set and the table's [version](Table::version) differs.
     ///
-    /// Errors: `Memory`, those of the SSD tier, and `State` where the table is at another step.
+    /// Errors: `Memory`; those of the SSD tier; `State` if the table is at another step.
     pub fn score_histogram(
         &self,
         step: u64,
@@ -94,34 +97,36 @@ impl Table {
         self.inner.during_sweeps(|| self.inner.lock(), |held| held.score_histogram(step, spans, version))
     }
 
-    /// Whether nothing has changed since the last sweep but what that sweep took: no step, no import, no removal. A state of the SSD tier
-    /// that is resumed knows it; a checkpoint that is loaded does not.
+    /// Returns true if nothing has changed since the last sweep except by that sweep: no step, no import, no removal. A
+    /// resumed state of the SSD tier has this flag; a loaded checkpoint does not.
     pub fn is_unchanged_since_sweep(&self) -> Result<bool> {
         Ok(self.inner.lock()?.is_unchanged_since_sweep())
     }
 
-    /// Hand the counts of the ids that wait for rows to `sink`, bucket by bucket in rising order; with `since` those of the ids that were
-    /// counted in that epoch or later, and perhaps of a few others. Nothing where the table counts nothing.
+    /// Passes the admission counts of pending ids to `sink`, bucket by bucket in ascending order; with `since` those of
+    /// ids counted in that epoch or later, and possibly of a few others. Does nothing if the table counts nothing.
     pub fn for_each_bucket(&self, since: Option<u32>, sink: &mut dyn FnMut(BucketCounts) -> Result<()>) -> Result<()> {
         current_counts(&self.inner, since, sink)
     }
 
-    /// For each of the shard's buckets, how many generations of its counts have ended. `None` where the table counts nothing.
+    /// Returns, for each bucket of the shard, the number of generations of its counts that have ended. `None` if the
+    /// table counts nothing.
     pub fn generations(&self) -> Result<Option<Vec<u32>>> {
         Ok(self.inner.lock()?.generations())
     }
 
-    /// Put the counts of ids that wait for rows into a bucket that has none, as a load does. A table that counts nothing leaves them.
+    /// Restores the admission counts of pending ids in a bucket that has none, as a load does. A table that counts
+    /// nothing ignores them.
     ///
     /// Errors: `Memory`.
     pub fn restore_bucket(&self, counts: &BucketCounts) -> Result<()> {
         self.inner.lock_any()?.restore_counts(counts, 0)
     }
 
-    /// Take over the shared row of `from`, the counts of the ids that fall into buckets of this shard, when its steps were made, and what
-    /// time it is; this shard knows nothing of them so far. `from` may be closed, and its ids may fall into other buckets there.
+    /// Adopts from `from` the OOV row, the admission counts of ids in buckets of this shard, the times of its steps,
+    /// and its current time. This shard must have none of them. `from` may be closed and may use another bucketing.
     ///
-    /// Errors: `Memory`, and some of the counts are here.
+    /// Errors: `Memory`; some of the counts are restored then.
     pub fn take_counts(&self, from: &Self) -> Result<()> {
         self.take_oov_row(from)?;
         let time = from.inner.lock_always().clock_state();
@@ -134,8 +139,8 @@ impl Table {
         })
     }
 
-    /// Each bucket of this shard gets the ids of several buckets of `from`, and is at its first generation. The buckets are filled some at a
-    /// time, so that about [`IDS_AT_ONCE`] ids are held beside.
+    /// Each bucket of this shard gets the ids of several buckets of `from`, and is at its first generation. The buckets
+    /// are filled in parts, so that about [`IDS_AT_ONCE`] ids are kept in memory.
     fn take_counts_of_other_buckets(&self, from: &Self) -> Result<()> {
         let (mine, bucketing) = (self.config().buckets.clone(), self.config().bucketing());
         let mut ids = 0;
@@ -163,7 +168,8 @@ impl Table {
         Ok(())
     }
 
-    /// Take over the shared row of a table, which may be closed: its slots only where both tables have the same optimizer.
+    /// Adopts the OOV row of a table, which may be closed: its optimizer slots only if both tables have the same
+    /// optimizer.
     fn take_oov_row(&self, from: &Self) -> Result<()> {
         let Some(shared) = from.inner.lock_always().oov_row().cloned() else { return Ok(()) };
         let (here, there) = (self.config(), from.config());
@@ -171,17 +177,17 @@ impl Table {
         self.set_oov_row(Some(&if same { shared } else { shared.without_slots(here.layout()) }))
     }
 
-    /// Hold the rows of now. Rows that are trained from now on are of `next_epoch`. Rows that training changes before they are handed
-    /// over are kept in `images`, which the tables of one save share.
+    /// Takes a snapshot of the current rows. Rows trained afterwards belong to `next_epoch`. Rows that training changes
+    /// before they are saved are copied to `images`, which the tables of one save share.
     ///
-    /// Errors: `State` while another moment of the table is held.
+    /// Errors: `State` while the table has another snapshot.
     pub fn snapshot(&self, images: &Arc<PreImages>, next_epoch: u32) -> Result<TableSnapshot> {
         TableSnapshot::begin(&self.inner, images, next_epoch, None)
     }
 
-    /// As [`Table::moment`], of the rows that were modified since `base`, and the ids that left.
+    /// Like [`Table::snapshot`], but only of the rows modified since `base`, and the removed ids.
     ///
-    /// Errors: `State` also where those are not known.
+    /// Errors: `State` also if these are not known.
     pub fn snapshot_of_changes(
         &self,
         images: &Arc<PreImages>,

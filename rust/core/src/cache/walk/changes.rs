@@ -11,7 +11,7 @@ use crate::cache::rows::RowChunk;
 use crate::error::Result;
 use crate::types::{CacheSlot, Id};
 
-/// Hand over the rows that were modified in epoch `since` or later, in chunks of at most `chunk_rows`.
+/// Passes on the rows that were modified in epoch `since` or later, in chunks of at most `chunk_rows`.
 pub(crate) fn modified_chunks(
     table: &TableInner,
     since: u32,
@@ -26,7 +26,7 @@ pub(crate) fn modified_chunks(
     modified_on_ssd(table, version, since, chunk_rows, |id| in_ram.binary_search(&id).is_ok(), sink)
 }
 
-/// As [`modified_chunks`], in groups. Rows in RAM of a table without a device tier are handed over where they lie.
+/// Like [`modified_chunks`], but in groups. Rows in RAM of a table without a device tier are passed in place.
 pub(crate) fn modified_groups(table: &TableInner, since: u32, sink: &mut dyn GroupSink) -> Result<()> {
     let chunk_rows = rows_copied_at_once(table);
     if table.has_device() {
@@ -49,7 +49,7 @@ pub(crate) fn modified_groups(table: &TableInner, since: u32, sink: &mut dyn Gro
     gather.finish()
 }
 
-/// Those of the rows in some slots, lowest first, that were modified and are still newest there.
+/// The rows in some slots, in ascending order, that were modified and whose newest copy is still there.
 struct ModifiedSource<'s, 't> {
     export: &'s mut SlotSource<'t>,
     version: u64,
@@ -81,7 +81,8 @@ impl WalkSource for ModifiedSource<'_, '_> {
     }
 }
 
-/// Hand over the rows on SSD that were modified in epoch `since` or later, but those that `were_handed_over` from RAM.
+/// Passes on the rows on SSD that were modified in epoch `since` or later, except those that `were_handed_over` from
+/// RAM.
 fn modified_on_ssd(
     table: &TableInner,
     version: u64,
@@ -94,7 +95,7 @@ fn modified_on_ssd(
     let mut later = Vec::new();
     let mut now_or_later = |chunk: RowChunk| {
         check_version(table, version)?;
-        // Whoever has the lock may wait for room on SSD, and so for the end of this scan.
+        // The holder of the lock may wait for free space on SSD, and so for the end of this scan.
         if let Some(held) = table.try_lock()? {
             return sink(newest_on_ssd(table, held, chunk));
         }
@@ -111,7 +112,8 @@ fn modified_on_ssd(
     check_version(table, version)
 }
 
-/// Those of the rows read from SSD that no other tier has newer. (An imported row may say that it was modified later than its training.)
+/// Keeps the rows read from SSD that have no newer copy in another tier. (The modified epoch of an imported row may be
+/// later than its training.)
 fn newest_on_ssd(table: &TableInner, guard: TableGuard<'_>, mut chunk: RowChunk) -> RowChunk {
     let newer: Vec<bool> = chunk.headers.iter().map(|header| guard.is_newer_than_on_ssd(header.id)).collect();
     drop(guard);

@@ -1,5 +1,5 @@
-//! How every walk hands rows over: first those that are newest in RAM or on the device, part by part, each part under the table's locks;
-//! then those on SSD, without them.
+//! The common loop of all walks: first rows with their newest copy in RAM or on the device, part by part, each part
+//! under the table's locks; then rows on SSD, without them.
 
 use std::cell::RefCell;
 
@@ -11,25 +11,26 @@ use crate::memory;
 use crate::rows::{RowList, RowRef};
 use crate::types::Id;
 
-/// Takes a chunk. The table's locks are not held meanwhile.
+/// Accepts a chunk. Runs without the table's locks.
 pub(super) type RowChunkSink<'a> = dyn FnMut(RowChunk) -> Result<()> + 'a;
 
 /// The next rows of a walk in RAM or on the device.
 pub(super) enum NextRows {
-    /// They were lent, if there were any in this part.
+    /// The rows of this part, if any, were lent.
     Lent,
-    /// Copies of them. No lock is needed to take these.
+    /// Copies of the rows. Accepting them needs no lock.
     Copied(RowChunk),
-    /// There are none left.
+    /// No rows remain.
     End,
 }
 
-/// Says which rows of a table in RAM or on the device a walk wants.
+/// Selects the rows of a walk in RAM or on the device.
 pub(super) trait WalkSource {
-    /// Take the locks of the table that this walk needs. It is refused where the walk must not go on.
+    /// Takes the locks of the table that this walk needs. Fails if the walk must not continue.
     fn lock<'a>(&self, table: &'a TableInner) -> Result<TableGuard<'a>>;
 
-    /// Lend the next rows, at most `most`, to `consumer`, or return copies. Where rows are to be read from the device first, this is called again.
+    /// Lends the next rows, at most `most`, to `consumer`, or returns copies. If rows must be read from the device
+    /// first, this is called again.
     fn next(
         &mut self,
         guard: &mut TableGuard<'_>,
@@ -39,17 +40,17 @@ pub(super) trait WalkSource {
     ) -> Result<NextRows>;
 }
 
-/// Takes rows of a walk.
+/// Accepts rows of a walk.
 pub(super) trait WalkConsumer {
-    /// How many rows the next part may have, at least 1. No lock is held, so this may wait.
+    /// Returns the maximum number of rows of the next part, at least 1. No lock is held, so this may block.
     fn wait_for_space(&mut self) -> Result<usize>;
-    /// Take rows where they lie. The table's locks are held, so this waits for nothing.
+    /// Accepts rows in place. The table's locks are held, so this must not block.
     fn lend(&mut self, rows: RowList<'_>) -> Result<()>;
-    /// Take rows that were copied. No lock is held.
+    /// Accepts copied rows. No lock is held.
     fn take_copied(&mut self, chunk: RowChunk) -> Result<()>;
 }
 
-/// Hand over all rows of a source. This is the only loop over the rows of a table in RAM and on the device.
+/// Passes on all rows of a source. This is the only loop over the rows of a table in RAM and on the device.
 pub(super) fn hand_over(
     table: &TableInner,
     source: &mut dyn WalkSource,
@@ -71,7 +72,7 @@ pub(super) fn hand_over(
     }
 }
 
-/// Hands rows on in groups, those that are lent where they lie.
+/// Passes rows on in groups, lent ones in place.
 pub(super) struct GroupConsumer<'a>(pub(super) &'a mut dyn GroupSink);
 
 impl WalkConsumer for GroupConsumer<'_> {
@@ -86,7 +87,7 @@ impl WalkConsumer for GroupConsumer<'_> {
     }
 }
 
-/// Hands rows on in chunks, those that are lent as copies.
+/// Passes rows on in chunks, lent ones as copies.
 pub(super) struct ChunkConsumer<'a> {
     most: usize,
     /// Copies of the rows that were lent last.
@@ -121,7 +122,7 @@ impl WalkConsumer for ChunkConsumer<'_> {
     }
 }
 
-/// Puts rows that come one at a time together into chunks, as a scan of the SSD tier gives them.
+/// Combines rows that arrive one at a time into chunks, as in a scan of the SSD tier.
 pub(super) struct RowChunker<'a> {
     most: usize,
     chunk: RowChunk,
@@ -135,14 +136,14 @@ impl<'a> RowChunker<'a> {
         Self { most, chunk: RowChunk::default(), rows: 0, sink }
     }
 
-    /// Add a row.
+    /// Adds a row.
     pub(super) fn push(&mut self, row: RowRef<'_>) -> Result<()> {
         self.chunk.push(row);
         self.rows += 1;
         if self.chunk.headers.len() < self.most { Ok(()) } else { (self.sink)(std::mem::take(&mut self.chunk)) }
     }
 
-    /// Hand over the last chunk. Returns how many rows there were in all.
+    /// Passes on the last chunk. Returns the total number of rows.
     pub(super) fn finish(self) -> Result<u64> {
         if !self.chunk.headers.is_empty() {
             (self.sink)(self.chunk)?;
@@ -151,7 +152,7 @@ impl<'a> RowChunker<'a> {
     }
 }
 
-/// A source of rows by id, of which copies are made.
+/// A source of copies of rows by id.
 pub(super) struct IdSource<'a> {
     pub(super) version: u64,
     pub(super) ids: &'a [Id],
@@ -180,14 +181,14 @@ impl WalkSource for IdSource<'_> {
     }
 }
 
-/// The table's residency, if its contents still have this number.
+/// Locks the table if its contents still have this version.
 pub(super) fn lock_unchanged(table: &TableInner, version: u64) -> Result<TableGuard<'_>> {
     let held = table.lock()?;
     check_version(table, version)?;
     Ok(held)
 }
 
-/// Errors: `State` where the contents of the table no longer have this number.
+/// Errors: `State` if the contents of the table have another version.
 pub(super) fn check_version(table: &TableInner, version: u64) -> Result<()> {
     if table.version() == version { Ok(()) } else { Err(contents_changed_error(table)) }
 }
@@ -216,7 +217,7 @@ mod tests {
         (headers, vectors)
     }
 
-    /// The ids of the chunks that were handed over, each checked against its vector part.
+    /// Returns the ids of the chunks, after checking each against its vector part.
     fn ids(chunks: &[RowChunk]) -> Vec<Vec<Id>> {
         for chunk in chunks {
             assert!(chunk.headers.iter().enumerate().all(|(at, header)| {

@@ -1,4 +1,4 @@
-//! The counts of the ids that wait for rows, handed over bucket by bucket.
+//! Walks over the admission counts of pending ids, bucket by bucket.
 
 use std::ops::Range;
 
@@ -6,11 +6,11 @@ use crate::cache::locks::{TableGuard, TableInner};
 use crate::error::Result;
 use crate::lifecycle::BucketCounts;
 
-/// How many buckets are copied while the table's lock is held once.
+/// Number of buckets copied under one hold of the table's lock.
 const BUCKETS_AT_ONCE: u32 = 64;
 
-/// Hand the counts of each of `buckets` to `sink`, in rising order, which runs without the lock that `lock` takes. Nothing where the table
-/// counts nothing.
+/// Passes the counts of each of `buckets` to `sink`, in ascending order. `sink` runs without the lock that `lock`
+/// takes. Does nothing if the table counts nothing.
 pub(super) fn each_bucket<'a>(
     buckets: &Range<u32>,
     lock: &mut dyn FnMut() -> Result<TableGuard<'a>>,
@@ -32,7 +32,7 @@ pub(super) fn each_bucket<'a>(
     Ok(())
 }
 
-/// Hand the counts of now of every bucket to `sink`; with `since` those of the ids that were counted in that epoch or later.
+/// Passes the current counts of every bucket to `sink`; with `since` those of the ids counted in that epoch or later.
 pub(crate) fn current_counts(
     table: &TableInner,
     since: Option<u32>,
@@ -41,7 +41,7 @@ pub(crate) fn current_counts(
     each_bucket(&table.config.buckets, &mut || table.lock(), &|held, bucket| held.counts_of(bucket, since), sink)
 }
 
-/// As [`current_counts`], of all counts of a table that may be closed.
+/// Like [`current_counts`], but for all counts of a table that may be closed.
 pub(crate) fn remaining_counts(table: &TableInner, sink: &mut dyn FnMut(BucketCounts) -> Result<()>) -> Result<()> {
     each_bucket(
         &table.config.buckets,

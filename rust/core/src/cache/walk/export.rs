@@ -1,4 +1,5 @@
-//! Every row of a table, once. The table may be read, planned and evicted meanwhile; a change of its contents ends the walk.
+//! Walk over every row of a table, once. The table may be read, planned and evicted concurrently; a change of its
+//! contents ends the walk.
 
 use std::sync::Arc;
 
@@ -15,16 +16,17 @@ use crate::rows::RowHeader;
 use crate::ssd::{ScanConsumer, ScanSink};
 use crate::types::Id;
 
-/// Bytes of the rows that are copied at a time for a group (at least one row). They stay in a core's cache until they are copied again.
+/// Bytes of the rows that are copied at a time for a group (at least one row). They stay in the CPU cache until they
+/// are copied again.
 const COPIED_BYTES: usize = 512 << 10;
 
-/// Rows that are copied at a time for a group.
+/// Number of rows that are copied at a time for a group.
 pub(super) fn rows_copied_at_once(table: &TableInner) -> usize {
     (COPIED_BYTES / (table.floats() * 4 + size_of::<RowHeader>())).max(1)
 }
 
-/// Hand over every row of the contents with this number, in chunks of at most `chunk_rows`. Where `sink` may wait for somebody who takes
-/// the chunks, that is `consumer`.
+/// Passes on every row of the contents of this version, in chunks of at most `chunk_rows`. `consumer` is set if `sink`
+/// may wait for a consumer of the chunks.
 pub(crate) fn all_chunks(
     table: &TableInner,
     version: u64,
@@ -40,7 +42,7 @@ pub(crate) fn all_chunks(
     slots.rows_on_ssd(chunk_rows, consumer, sink)
 }
 
-/// As [`all_chunks`], in groups. Rows in RAM of a table without a device tier are handed over where they lie.
+/// Like [`all_chunks`], but in groups. Rows in RAM of a table without a device tier are passed in place.
 pub(crate) fn all_groups(table: &TableInner, sink: &mut dyn GroupSink) -> Result<()> {
     let version = table.version();
     let chunk_rows = rows_copied_at_once(table);
@@ -56,15 +58,15 @@ pub(crate) fn all_groups(table: &TableInner, sink: &mut dyn GroupSink) -> Result
     gather.finish()
 }
 
-/// An export under way of a table without a device tier. It goes through the host tier slot by slot, since no row moves to another slot
-/// meanwhile.
+/// An export in progress of a table without a device tier. It visits the host tier slot by slot, and no row moves to
+/// another slot during it.
 pub(super) struct SlotSource<'t> {
     table: &'t TableInner,
     version: u64,
     start: ExportStart,
-    /// Rows that were handed over from RAM.
+    /// Number of rows passed on from RAM.
     handed_over: u64,
-    /// Ids of rows that were handed over and have an older copy on SSD.
+    /// Ids of rows that were passed on and have an outdated copy on SSD.
     outdated: Vec<Id>,
 }
 
@@ -88,14 +90,14 @@ impl<'t> SlotSource<'t> {
         &mut self.outdated
     }
 
-    /// Says of an id on SSD whether its row was handed over from RAM.
+    /// Returns a predicate for ids on SSD: true if the row was passed on from RAM.
     pub(super) fn were_handed_over(&mut self) -> impl Fn(Id) -> bool + '_ {
         self.outdated.sort_unstable();
         let (outdated, written_down) = (&self.outdated, &self.start.written_back);
         move |id| outdated.binary_search(&id).is_ok() || written_down.contains(id)
     }
 
-    /// Hand over the rows that were on SSD when those in RAM had been handed over, and see that no row is missing.
+    /// Passes on the rows that were on SSD after those in RAM were passed on, and checks that no row is missing.
     fn rows_on_ssd(
         &mut self,
         chunk_rows: usize,
@@ -129,8 +131,8 @@ impl WalkSource for SlotSource<'_> {
     }
 }
 
-/// As [`all_chunks`], of a table with a device tier. Rows move between it and the host tier in both directions, so what was handed over of
-/// them is known by id.
+/// Like [`all_chunks`], for a table with a device tier. Rows move between it and the host tier in both directions, so
+/// the rows that were passed on are tracked by id.
 fn all_by_id(
     table: &TableInner,
     version: u64,
@@ -148,7 +150,7 @@ fn all_by_id(
     check_all_handed_over(table, rows, in_ram.len() as u64 + from_ssd)
 }
 
-/// Hand over the rows on SSD but those that `were_handed_over` from RAM. Returns how many.
+/// Passes on the rows on SSD, except those that `were_handed_over` from RAM. Returns their number.
 fn rows_on_ssd(
     table: &TableInner,
     version: u64,
@@ -168,7 +170,7 @@ fn rows_on_ssd(
     Ok(rows)
 }
 
-/// Give every row on SSD to `sink`, which `consumer`, if there is one, may keep waiting.
+/// Passes every row on SSD to `sink`, which waits for `consumer`, if there is one.
 fn scan(table: &TableInner, consumer: Option<&Arc<dyn ScanConsumer>>, sink: &mut ScanSink<'_>) -> Result<()> {
     match (&table.ssd, consumer) {
         (None, _) => Ok(()),
@@ -177,7 +179,7 @@ fn scan(table: &TableInner, consumer: Option<&Arc<dyn ScanConsumer>>, sink: &mut
     }
 }
 
-/// Whoever wants all rows is told where some are missing.
+/// Errors: `State` if rows are missing.
 fn check_all_handed_over(table: &TableInner, rows: u64, handed_over: u64) -> Result<()> {
     if handed_over >= rows {
         return Ok(());

@@ -1,7 +1,7 @@
-//! Walks over the rows of a table: all of them, those that were modified since a checkpoint, those of a moment.
+//! Walks over the rows of a table: all of them, those modified since a checkpoint, those of a snapshot.
 //!
-//! They differ in which rows they want and in what they promise about changes meanwhile. How rows are handed over is the same for all, and
-//! is written once, in `chunker`.
+//! They differ in the selected rows and in the guarantees about concurrent changes. The loop that passes on rows is
+//! common to all, in `chunker`.
 
 mod changes;
 mod chunker;

@@ -1,9 +1,9 @@
-//! The rows of a table as of one moment, handed over while training goes on.
+//! Snapshots of the rows of a table, saved while training continues.
 //!
-//! At the moment every slot that holds the newest copy of a row is marked. Whoever is about to change such a row, or to take it out of
-//! its slot, copies it to the [`PreImages`] first and takes the mark back, under the table's lock; so does this walk when it hands the
-//! row over. Rows whose newest copy is on SSD are the SSD tier's to keep ([`SsdSnapshot`]). They come first and without the table's lock,
-//! because whoever has that lock may wait for the room that they take.
+//! The snapshot marks every slot with the newest copy of a row. An operation that is about to change such a row, or to
+//! move it out of its slot, first copies it to the [`PreImages`] and clears the mark, under the table's lock; so does
+//! this walk when it passes on the row. The SSD tier keeps rows whose newest copy is on SSD ([`SsdSnapshot`]). They are
+//! read first and without the table's lock, because the holder of that lock may wait for the space that they use.
 
 use std::sync::Arc;
 
@@ -20,7 +20,8 @@ use crate::rows::RowRef;
 use crate::ssd::{EarlyRowSink, SsdSnapshot};
 use crate::types::{CacheSlot, Id};
 
-/// The rows of a table at one moment, with its step; or only those modified since a checkpoint. Dropping it lets go of what is kept for it.
+/// A snapshot of the rows of a table and its step, or only of the rows modified since a checkpoint. Dropping it
+/// releases its copies.
 pub struct TableSnapshot {
     table: Arc<TableInner>,
     images: Arc<PreImages>,
@@ -30,9 +31,9 @@ pub struct TableSnapshot {
     rows: u64,
     step: u64,
     generations: Option<Vec<u32>>,
-    /// Ids that left between the checkpoint and the moment; `None` where all rows are handed over.
+    /// Ids removed between the checkpoint and the snapshot; `None` for a snapshot of all rows.
     tombstones: Option<Vec<Id>>,
-    /// The sweeps between the checkpoint and the moment.
+    /// The sweeps between the checkpoint and the snapshot.
     sweeps: Vec<ExpirySweep>,
     clock: StepClock,
     oov_row: Option<OovRow>,
@@ -45,7 +46,7 @@ impl std::fmt::Debug for TableSnapshot {
 }
 
 impl TableSnapshot {
-    /// Hold the rows of now; of those that were modified since `base`, where one is given.
+    /// Takes a snapshot of the current rows, or of those modified since `base`, if it is set.
     pub(crate) fn begin(
         table: &Arc<TableInner>,
         images: &Arc<PreImages>,
@@ -101,48 +102,51 @@ impl TableSnapshot {
         Ok(moment)
     }
 
-    /// The table's configuration.
+    /// Returns the table's configuration.
     pub fn config(&self) -> &TableConfig {
         &self.table.config
     }
 
-    /// Training steps at the moment.
+    /// Returns the number of training steps at the snapshot.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The shared row at the moment; `None` where the table has none.
+    /// Returns the OOV row at the snapshot; `None` if the table has none.
     pub fn oov_row(&self) -> Option<&OovRow> {
         self.oov_row.as_ref()
     }
 
-    /// Rows at the moment, also those that did not change since the checkpoint.
+    /// Returns the number of rows at the snapshot, including those that did not change since the checkpoint.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// The sweeps between the checkpoint and the moment, which took rows that [`TableSnapshot::left`] does not name.
+    /// Returns the sweeps between the checkpoint and the snapshot, which removed rows that are not in
+    /// [`TableSnapshot::tombstones`].
     pub fn sweeps(&self) -> &[ExpirySweep] {
         &self.sweeps
     }
 
-    /// When the steps up to the moment were made.
+    /// Returns the times of the steps up to the snapshot.
     pub fn clock(&self) -> &StepClock {
         &self.clock
     }
 
-    /// Of a moment of changes: the ids that left since the checkpoint, each once, in rising order. Some of them may be back.
+    /// For a snapshot of changes, returns the distinct ids removed since the checkpoint, in ascending order. Some of
+    /// them may have been inserted again.
     pub fn tombstones(&self) -> Option<&[Id]> {
         self.tombstones.as_deref()
     }
 
-    /// For each bucket, how many generations of its counts had ended at the moment. `None` where the table counts nothing.
+    /// Returns, for each bucket, the number of generations of its counts that had ended at the snapshot. `None` if the
+    /// table counts nothing.
     pub fn generations(&self) -> Option<Vec<u32>> {
         self.generations.clone()
     }
 
-    /// Hand the counts of the ids that waited for rows at the moment to `sink`, bucket by bucket in rising order; of a moment of changes
-    /// those of the ids that were counted since. Nothing where the table counts nothing. Call it before
+    /// Passes the admission counts of ids pending at the snapshot to `sink`, bucket by bucket in ascending order; for a
+    /// snapshot of changes those of the ids counted since. Does nothing if the table counts nothing. Call it before
     /// [`TableSnapshot::for_each_chunk`].
     pub fn for_each_bucket(&self, sink: &mut dyn FnMut(BucketCounts) -> Result<()>) -> Result<()> {
         let table = &self.table;
@@ -154,9 +158,11 @@ impl TableSnapshot {
         )
     }
 
-    /// Hand every row of the moment to `sink` once, in chunks of about `chunk_rows`. No lock is held while `sink` runs.
+    /// Passes every row of the snapshot to `sink` once, in chunks of about `chunk_rows`. No lock is held while `sink`
+    /// runs.
     ///
-    /// Errors: those of `sink`; `Storage`, `Corruption` and `Memory`; what kept a row from being copied before it changed.
+    /// Errors: those of `sink`; `Storage`, `Corruption` and `Memory`; the error that prevented the copy of a row before
+    /// its change.
     pub fn for_each_chunk(mut self, chunk_rows: usize, sink: &mut dyn FnMut(RowChunk) -> Result<()>) -> Result<()> {
         let chunk_rows = chunk_rows.max(1);
         let mut rows = 0;
@@ -194,20 +200,20 @@ impl TableSnapshot {
 
 impl Drop for TableSnapshot {
     fn drop(&mut self) {
-        // The SSD tier's part goes first: somebody may wait for its room with the table's lock.
+        // Drops the SSD tier's part first: another thread may wait for its space with the table's lock.
         drop(self.ssd.take());
         self.table.defer_snapshot_end();
     }
 }
 
-/// The tier whose rows are handed over.
+/// The tier whose rows are passed on.
 #[derive(Clone, Copy)]
 enum SnapshotTier {
     Host,
     Device,
 }
 
-/// The rows of a tier that the moment still wants.
+/// The rows of a tier that the snapshot has not copied yet.
 struct SnapshotSource<'m> {
     images: &'m PreImages,
     tier: SnapshotTier,
@@ -215,7 +221,8 @@ struct SnapshotSource<'m> {
 }
 
 impl WalkSource for SnapshotSource<'_> {
-    /// Also of a table that waits for a load since: the rows of the moment are kept whatever became of the table.
+    /// Works for a table that has started to wait for a load: the rows of the snapshot are kept regardless of the
+    /// table's state.
     fn lock<'a>(&self, table: &'a TableInner) -> Result<TableGuard<'a>> {
         let held = table.lock_any()?;
         self.images.check()?;

@@ -1,4 +1,4 @@
-//! An export as a stream: a thread of its own reads ahead of whoever takes the chunks.
+//! An export as a stream: a background thread reads ahead of the consumer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,20 +12,21 @@ use crate::memory;
 use crate::ssd::{ScanConsumer, SsdTier};
 use crate::sync::{Condvar, Mutex, lock, wait};
 
-/// The thread is ahead of whoever takes the chunks by at most this many.
+/// Maximum number of chunks that the thread reads ahead.
 const CHUNKS_AHEAD: usize = 2;
 
-/// The rows of a table, as [`Table::export`](crate::cache::Table::export) hands them over. It ends after its first error.
+/// A stream of the rows of a table, as returned by [`Table::export`](crate::cache::Table::export). It ends after its
+/// first error.
 pub struct ExportStream {
     table: Arc<TableInner>,
     version: u64,
     channel: Arc<ExportChannel>,
-    /// None once it has ended.
+    /// `None` once it has ended.
     contents_pin: Option<Arc<()>>,
 }
 
 impl ExportStream {
-    /// Start the thread that reads ahead.
+    /// Starts the thread that reads ahead.
     pub(crate) fn start(table: &Arc<TableInner>, chunk_rows: usize) -> Result<Self> {
         table.check_rows()?;
         memory::check_system_memory("start the export's thread", memory::THREAD_START_BYTES)?;
@@ -54,7 +55,8 @@ impl Iterator for ExportStream {
 
     fn next(&mut self) -> Option<Result<RowChunk>> {
         self.contents_pin.as_ref()?;
-        // The export's thread copies rows that a caller may keep from it, and it does not exist in a forked child.
+        // The export's thread copies rows to which a caller may have exclusive access, and it does not exist in a
+        // forked child.
         if let Err(refused) = self.table.check_rows() {
             self.contents_pin = None;
             return Some(Err(refused));
@@ -83,7 +85,7 @@ impl Drop for ExportStream {
     }
 }
 
-/// Passes chunks from the export's thread to whoever takes them.
+/// Passes chunks from the export's thread to the consumer.
 #[derive(Debug, Default)]
 struct ExportChannel {
     queue: Mutex<ExportQueue>,
@@ -93,18 +95,19 @@ struct ExportChannel {
 #[derive(Debug, Default)]
 struct ExportQueue {
     chunks: VecDeque<RowChunk>,
-    /// How the export ended, if it has.
+    /// Result of the export, once it has ended.
     ended: Option<Result<()>>,
-    /// Whether nobody takes chunks any more.
+    /// True if the consumer was dropped.
     dropped: bool,
-    /// Whether the exporting thread waits until a chunk is taken.
+    /// True if the exporting thread waits until a chunk is taken.
     waits: bool,
-    /// Instead of waiting, the exporting thread is to end the export, because somebody needs the room of files that it is still to read.
+    /// Makes the exporting thread end the export instead of waiting, because another thread needs the space of files
+    /// that it has not read yet.
     is_cancelled: bool,
 }
 
 impl ExportChannel {
-    /// Wait for the next chunk. `None` comes after the last one.
+    /// Waits for the next chunk. Returns `None` after the last one.
     fn take(&self) -> Option<Result<RowChunk>> {
         let mut passing = lock(&self.queue);
         loop {
@@ -132,7 +135,7 @@ impl ScanConsumer for ExportChannel {
     }
 }
 
-/// The thread's end of a channel. Its drop ends the stream where a panic ended the thread.
+/// The thread's end of a channel. Its drop ends the stream if the thread panicked.
 struct ExportSender {
     table: Arc<TableInner>,
     channel: Arc<ExportChannel>,
@@ -145,7 +148,7 @@ impl ExportSender {
         self.end(ended);
     }
 
-    /// Hand a chunk over once there is room for it among those that wait to be taken.
+    /// Sends a chunk once the queue has space for it.
     fn send(&self, chunk: RowChunk) -> Result<()> {
         let mut passing = lock(&self.channel.queue);
         while passing.chunks.len() >= CHUNKS_AHEAD && !passing.dropped && !passing.is_cancelled {

@@ -1,9 +1,9 @@
-//! Rows that were evicted, by a rule or because the table was full, and that somebody is to be told of. Each waits here from its death
-//! until it is taken.
+//! Queue of rows that were evicted, by a rule or because the table was full, until a consumer takes them.
 //!
-//! The queue has a lock of its own, which is taken while the table's lock is held, and never the other way round. Nobody waits for the queue
-//! to have room, because whoever takes the rows may need the table's lock for that. So its bound is a wish: while it
-//! [is full](EvictedQueue::is_full) sweeps do no more before batches, and whoever needs to know all rows finishes them all the same.
+//! The queue has its own lock, which may be taken while the table's lock is held, and never the other way round. No
+//! thread waits for space in the queue, because taking the rows may need the table's lock. So its bound is soft: while
+//! it [is full](EvictedQueue::is_full) sweeps do not advance before batches, but calls that need all rows finish them
+//! nevertheless.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -11,19 +11,19 @@ use crate::cache::rows::RowChunk;
 use crate::rows::RowHeader;
 use crate::sync::{Condvar, Mutex, lock, wait};
 
-/// The most rows of a chunk.
+/// Maximum number of rows of a chunk.
 const MOST_ROWS: usize = 1 << 16;
-/// The most bytes of a chunk, unless one row has more.
+/// Maximum number of bytes of a chunk, unless one row has more.
 const MOST_BYTES: usize = 16 << 20;
-/// So many chunks are to wait at most.
+/// Target maximum number of queued chunks.
 const MOST_CHUNKS: usize = 4;
 
-/// Evicted rows, as they were when they died.
+/// Evicted rows, with their values at the eviction.
 #[derive(Clone, Debug)]
 pub struct EvictedRows {
-    /// The training step after which they died.
+    /// The training step after which they were evicted.
     pub step: u64,
-    /// The kind of the rule that took them, or [`EvictedRows::FULL`].
+    /// The kind of the rule that matched them, or [`EvictedRows::FULL`].
     pub reason: &'static str,
     /// The rows.
     pub rows: RowChunk,
@@ -34,7 +34,7 @@ impl EvictedRows {
     pub const FULL: &'static str = "full";
 }
 
-/// The rows of a chunk, as they came.
+/// The rows of a chunk, in order of arrival.
 #[derive(Debug)]
 struct EvictedChunk {
     step: u64,
@@ -43,10 +43,10 @@ struct EvictedChunk {
     parts: Vec<RowChunk>,
 }
 
-/// The rows of one table that wait to be told of.
+/// The queued evicted rows of one table.
 #[derive(Debug)]
 pub struct EvictedQueue {
-    /// The floats of a row's vector part.
+    /// Number of floats in a row's vector part.
     floats: usize,
     waiting: Mutex<EvictedBacklog>,
     changed: Condvar,
@@ -54,23 +54,23 @@ pub struct EvictedQueue {
 
 #[derive(Debug, Default)]
 struct EvictedBacklog {
-    /// In the order in which their first rows came. None is empty.
+    /// In the order of their first rows. None is empty.
     chunks: VecDeque<EvictedChunk>,
-    /// The number of the first chunk. Those after it have the numbers that follow.
+    /// The number of the first chunk. The following chunks have consecutive numbers.
     first: u64,
-    /// The number of the newest chunk of a step and a reason. It may be full.
+    /// The number of the latest chunk of a step and a reason. It may be full.
     newest: HashMap<(u64, &'static str), u64>,
     rows: usize,
-    /// Whether nothing is to be taken by those who wait, and sweeps are to stop.
+    /// True if waiting consumers get no rows and sweeps are to stop.
     is_paused: bool,
-    /// Whether no more rows will come.
+    /// True if no more rows will be added.
     ended: bool,
-    /// Whether whoever waits was told that the queue has ended.
+    /// True if a waiting consumer has received the end of the queue.
     end_is_delivered: bool,
 }
 
 impl EvictedBacklog {
-    /// Add rows to the newest chunk that they are like, up to `most` rows, and to new chunks.
+    /// Adds rows to the latest chunk of the same step and reason, up to `most` rows, and to new chunks.
     fn add(&mut self, EvictedRows { step, reason, rows }: EvictedRows, floats: usize, most: usize) {
         self.rows += rows.headers.len();
         let newest =
@@ -89,7 +89,7 @@ impl EvictedBacklog {
         }
     }
 
-    /// Take the first chunk.
+    /// Takes the first chunk.
     fn take(&mut self) -> Option<EvictedChunk> {
         let chunk = self.chunks.pop_front()?;
         let kind = (chunk.step, chunk.reason);
@@ -102,11 +102,12 @@ impl EvictedBacklog {
     }
 }
 
-/// Rows as pieces, the last of them first: the first has at most `space` rows, unless there is none, and each other has at most `most`.
+/// Splits rows into pieces, in reverse order: the first has at most `space` rows, unless `space` is 0, and each other
+/// has at most `most`.
 fn split_rows(mut rows: RowChunk, space: usize, most: usize, floats: usize) -> Vec<RowChunk> {
     let first = if space == 0 { most } else { space };
     let mut pieces = Vec::new();
-    // From the end, so that no row is moved twice.
+    // Starts from the end, so that no row is moved twice.
     while rows.headers.len() > first {
         let at = first + (rows.headers.len() - first - 1) / most * most;
         pieces.push(RowChunk { headers: rows.headers.split_off(at), vectors: rows.vectors.split_off(at * floats) });
@@ -121,23 +122,24 @@ impl EvictedQueue {
         Self { floats, waiting: Mutex::new(EvictedBacklog::default()), changed: Condvar::new() }
     }
 
-    /// The floats of a row's vector part.
+    /// Returns the number of floats in a row's vector part.
     pub fn floats(&self) -> usize {
         self.floats
     }
 
-    /// How many rows wait.
+    /// Returns the number of queued rows.
     pub fn rows(&self) -> usize {
         lock(&self.waiting).rows
     }
 
-    /// Whether sweeps are to leave rows where they are for now, as far as they can: many rows wait, or the queue is [held](Self::hold).
+    /// True if sweeps should not remove rows for now, as far as possible: many rows are queued, or the queue is
+    /// [paused](Self::pause).
     pub(crate) fn is_full(&self) -> bool {
         let waiting = lock(&self.waiting);
         waiting.is_paused || waiting.rows >= MOST_CHUNKS * self.rows_of_chunk()
     }
 
-    /// Add rows.
+    /// Adds rows.
     pub(crate) fn push(&self, rows: EvictedRows) {
         if rows.rows.headers.is_empty() {
             return;
@@ -146,13 +148,14 @@ impl EvictedQueue {
         self.changed.notify_all();
     }
 
-    /// The next chunk, if rows wait: rows of one step and one reason, in the order in which they came.
+    /// Takes the next chunk, if rows are queued: rows of one step and one reason, in order of arrival.
     pub fn take(&self) -> Option<EvictedRows> {
         let chunk = lock(&self.waiting).take();
         chunk.map(|chunk| join_parts(chunk, self.floats))
     }
 
-    /// As [`EvictedQueue::take`], once rows wait and the queue is not held. `None` when it has ended and no row is left.
+    /// Like [`EvictedQueue::take`], but waits until rows are queued and the queue is not paused. `None` when it has
+    /// ended and no row remains.
     pub fn wait(&self) -> Option<EvictedRows> {
         let mut waiting = lock(&self.waiting);
         while waiting.is_paused || waiting.chunks.is_empty() && !waiting.ended {
@@ -164,45 +167,45 @@ impl EvictedQueue {
         chunk.map(|chunk| join_parts(chunk, self.floats))
     }
 
-    /// Keep whoever waits waiting, and sweeps too, until [`EvictedQueue::go_on`] or the end.
+    /// Makes consumers wait, and sweeps too, until [`EvictedQueue::resume`] or the end.
     pub fn pause(&self) {
         let mut waiting = lock(&self.waiting);
         waiting.is_paused = !waiting.ended;
     }
 
-    /// Undo [`EvictedQueue::hold`].
+    /// Undoes [`EvictedQueue::pause`].
     pub fn resume(&self) {
         lock(&self.waiting).is_paused = false;
         self.changed.notify_all();
     }
 
-    /// Say that no more rows will come, and that those which are here can be taken.
+    /// Ends the queue: no more rows will be added, and queued rows can still be taken.
     pub fn end(&self) {
         let mut waiting = lock(&self.waiting);
         (waiting.ended, waiting.is_paused) = (true, false);
         self.changed.notify_all();
     }
 
-    /// Undo [`EvictedQueue::end`], because the table stays open after all. Returns whether nobody waits any more, because whoever did was
-    /// told of the end.
+    /// Undoes [`EvictedQueue::end`], because the table stays open. Returns true if no consumer waits, because it has
+    /// received the end.
     pub fn reopen(&self) -> bool {
         let mut waiting = lock(&self.waiting);
         waiting.ended = false;
         std::mem::take(&mut waiting.end_is_delivered)
     }
 
-    /// Whether no more rows will come.
+    /// Returns true if no more rows will be added.
     pub fn is_ended(&self) -> bool {
         lock(&self.waiting).ended
     }
 
-    /// The rows of a chunk that is full.
+    /// Number of rows of a full chunk.
     pub(crate) fn rows_of_chunk(&self) -> usize {
         (MOST_BYTES / (self.floats * size_of::<f32>() + size_of::<RowHeader>())).clamp(1, MOST_ROWS)
     }
 }
 
-/// The rows of a chunk in one piece.
+/// Concatenates the rows of a chunk.
 fn join_parts(EvictedChunk { step, reason, rows, parts }: EvictedChunk, floats: usize) -> EvictedRows {
     let mut parts = parts.into_iter();
     let mut all = parts.next().unwrap_or_default();

@@ -1,4 +1,5 @@
-//! Exports under way of a table without a device tier. Each hands over the rows in RAM slot by slot, and then the rows on SSD.
+//! Exports in progress of a table without a device tier. Each passes on the rows in RAM slot by slot, and then the rows
+//! on SSD.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};
@@ -6,30 +7,32 @@ use std::sync::{Arc, Weak};
 use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
 
-/// The exports of one table. Its rows may be read, planned and evicted meanwhile, so whoever moves rows asks or tells these first: no row
-/// moves from slot to slot, and of rows that are written down it is noted whether they were handed over.
+/// The exports of one table. Its rows may be read, planned and evicted during an export, so code that moves rows
+/// consults it first: no row moves from slot to slot, and for rows that are written back it records whether they were
+/// passed on.
 #[derive(Debug, Default)]
 pub(crate) struct ExportSet {
     under_way: Vec<ExportState>,
     next: u64,
-    /// The contents that somebody takes chunk by chunk, by their numbers, for as long as that somebody lives.
+    /// Versions of the contents that consumers take chunk by chunk, each pinned until its token is dropped.
     pinned_contents: Vec<(u64, Weak<()>)>,
 }
 
 #[derive(Debug)]
 struct ExportState {
     number: u64,
-    /// The number of the table's contents that are exported. Once the table has another, the export will end with an error.
+    /// The version of the exported contents. Once the table has another, the export will end with an error.
     version: u64,
-    /// Rows in slots below this one were handed over.
+    /// Rows in slots below this one were passed on.
     cursor: CacheSlot,
     written_back: WrittenBackIds,
 }
 
-/// Ids of rows that an export has handed over from RAM and that were written to SSD after that, where the export must leave them out.
+/// Ids of rows that an export has passed on from RAM and that were written to SSD afterwards, where the export must
+/// skip them.
 ///
-/// Its lock may be taken with or without the table's. Nobody waits for the table's lock amid a scan of the SSD tier, because the holder of
-/// that lock may wait for room there, and so for the end of the scan.
+/// Its lock may be taken with or without the table's. No thread waits for the table's lock during a scan of the SSD
+/// tier, because the holder of that lock may wait for free space there, and so for the end of the scan.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WrittenBackIds(Arc<Mutex<HashSet<Id>>>);
 
@@ -40,7 +43,7 @@ impl WrittenBackIds {
 }
 
 impl ExportSet {
-    /// Begin an export of the contents that have this number. Returns the number of the export.
+    /// Starts an export of the contents of this version. Returns the number of the export.
     pub(crate) fn begin(&mut self, version: u64) -> (u64, WrittenBackIds) {
         self.next += 1;
         let written_down = WrittenBackIds::default();
@@ -52,25 +55,25 @@ impl ExportSet {
         self.under_way.retain(|export| export.number != number);
     }
 
-    /// The first slot that an export has not handed over yet.
+    /// The first slot that an export has not passed on yet.
     pub(crate) fn cursor(&self, number: u64) -> CacheSlot {
         self.under_way.iter().find(|export| export.number == number).map_or(0, |export| export.cursor)
     }
 
-    /// Note that an export has handed over the rows in slots below `cursor`.
+    /// Records that an export has passed on the rows in slots below `cursor`.
     pub(crate) fn move_cursor(&mut self, number: u64, cursor: CacheSlot) {
         if let Some(export) = self.under_way.iter_mut().find(|export| export.number == number) {
             export.cursor = cursor;
         }
     }
 
-    /// Whether rows must stay in their slots, because an export of these contents is under way.
+    /// True if rows must stay in their slots, because an export of these contents is in progress.
     pub(crate) fn keeps_rows_in_slots(&self, version: u64) -> bool {
         self.under_way.iter().any(|export| export.version == version)
     }
 
-    /// Whoever has what this returns wants the contents that have this number unchanged, as far as that hangs on nobody's call. It is let go
-    /// of without the table's lock, which Python may not wait for.
+    /// Pins the contents of this version, as far as background work could change them, until the returned token is
+    /// dropped. Dropping it needs no table lock, because Python must not wait for that lock.
     pub(crate) fn pin_contents(&mut self, version: u64) -> Arc<()> {
         self.pinned_contents.retain(|(_, wanted_by)| wanted_by.strong_count() > 0);
         let token = Arc::new(());
@@ -78,13 +81,14 @@ impl ExportSet {
         token
     }
 
-    /// Whether an export of these contents is under way, or somebody wants them.
+    /// True if an export of these contents is in progress, or they are pinned.
     pub(crate) fn are_contents_pinned(&self, version: u64) -> bool {
         let is_wanted = |(of, wanted_by): &(u64, Weak<()>)| *of == version && wanted_by.strong_count() > 0;
         self.keeps_rows_in_slots(version) || self.pinned_contents.iter().any(is_wanted)
     }
 
-    /// Note that the rows in these slots are about to be written down. This comes before a scan of the SSD tier can meet them.
+    /// Records that the rows in these slots are about to be written to SSD. Must precede any scan of the SSD tier that
+    /// can find them.
     pub(crate) fn record_written_back(
         &self,
         version: u64,

@@ -1,16 +1,17 @@
-//! The lineage of a table: which checkpoints its contents descend from, and which ids left it, and by which sweeps, since the oldest of
-//! them was saved. From it a delta knows what to write.
+//! The checkpoint history of a table: the base checkpoints of its contents, and the tombstones and sweeps since the
+//! oldest of them. It determines the contents of a delta.
 
 use serde::{Deserialize, Serialize};
 
 use crate::lifecycle::ExpirySweep;
 use crate::types::Id;
 
-/// How many checkpoints are remembered. There are several so that saves to a few directories in turn each find their own last one.
+/// Maximum number of base checkpoints. There are several so that saves that alternate between a few directories each
+/// find their own last one.
 const MOST_BASES: usize = 4;
 
-/// How many sweeps are remembered of which none takes all that another one takes. A delta says each of them, and whoever reads it holds each
-/// row of the checkpoints before against all of them.
+/// Maximum number of sweeps of which none covers another. A delta contains each of them, and a load matches each row of
+/// the earlier checkpoints against all of them.
 pub(crate) const MOST_SWEEPS: usize = 64;
 
 /// A checkpoint whose rows were this table's when it was saved or loaded.
@@ -20,33 +21,33 @@ pub struct BaseCheckpoint {
     pub name: String,
     /// XXH3 of its manifest.
     pub manifest_xxh3: u64,
-    /// The epoch that followed it: what was modified, or left, in this epoch or later is not in the checkpoint as it is now.
+    /// The epoch after it: changes and removals in this epoch or later are not in the checkpoint.
     pub next_epoch: u32,
 }
 
-/// The lineage of one table.
+/// The checkpoint history of one table.
 #[derive(Debug)]
 pub(crate) struct CheckpointHistory {
     /// Oldest first.
     bases: Vec<BaseCheckpoint>,
-    /// The ids that left, by the epoch in which they did, epochs ascending. From the oldest ancestor's `next_epoch` on none is missing.
+    /// The removed ids by epoch, epochs ascending. Complete from the oldest base checkpoint's `next_epoch` on.
     tombstones: Vec<(u32, Vec<Id>)>,
     tombstone_count: usize,
-    /// The sweeps, each with its epoch, epochs ascending. What a later one takes too is not kept twice.
+    /// The sweeps, each with its epoch, epochs ascending. Excludes sweeps that a later one covers.
     sweeps: Vec<(u32, ExpirySweep)>,
-    /// How many rows sweeps took that are not among the ids that left, by epoch, epochs ascending.
+    /// Number of rows expired by sweeps that are not among the tombstones, by epoch, epochs ascending.
     expired: Vec<(u32, u64)>,
     most_ids: usize,
-    /// The `next_epoch` of a save beside training that is not published yet. Ids that leave from then on are kept, since the save may
-    /// become an ancestor.
+    /// The `next_epoch` of an asynchronous save that is not published yet. Tombstones are kept from then on, because
+    /// the save may become a base checkpoint.
     pending_save: Option<u32>,
 }
 
-/// The head of a lineage in a file. The ids follow it.
+/// The head of a checkpoint history in a file. The ids follow it.
 #[derive(Serialize, Deserialize)]
 struct HistoryHeader {
     bases: Vec<BaseCheckpoint>,
-    /// Each epoch, and how many ids left in it.
+    /// Each epoch, and its number of tombstones.
     tombstones: Vec<(u32, usize)>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     sweeps: Vec<(u32, ExpirySweep)>,
@@ -55,7 +56,7 @@ struct HistoryHeader {
 }
 
 impl CheckpointHistory {
-    /// The lineage of a table that descends from no checkpoint. It will remember ids of at most `bytes` bytes.
+    /// The history of a table without a base checkpoint. It will keep ids of at most `bytes` bytes.
     pub(crate) fn new(bytes: u64) -> Self {
         let most_ids = bytes as usize / size_of::<Id>();
         let (ancestors, left, sweeps, swept) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -74,17 +75,17 @@ impl CheckpointHistory {
         &self.bases
     }
 
-    /// Bytes that the ids take.
+    /// Number of bytes of the ids.
     pub(crate) fn bytes(&self) -> u64 {
         (self.tombstone_count * size_of::<Id>()) as u64
     }
 
-    /// Note that the contents descend from no known checkpoint any more.
+    /// Records that the contents have no known base checkpoint.
     pub(crate) fn forget(&mut self) {
         *self = Self::new((self.most_ids * size_of::<Id>()) as u64);
     }
 
-    /// Note that the table was saved as this checkpoint, or loaded from it.
+    /// Records that the table was saved as this checkpoint, or loaded from it.
     pub(crate) fn saved_as(&mut self, base: BaseCheckpoint) {
         self.bases.retain(|other| *other != base);
         self.bases.push(base);
@@ -93,14 +94,16 @@ impl CheckpointHistory {
         self.prune();
     }
 
-    /// Note that the contents of now are being saved beside training, until [`CheckpointHistory::saved_beside`]. Only the last such save is awaited.
+    /// Records that the current contents are being saved asynchronously, until
+    /// [`CheckpointHistory::finish_background_save`]. Only the last such save is awaited.
     pub(crate) fn await_save(&mut self, next_epoch: u32) {
         self.pending_save = Some(next_epoch);
         self.prune();
     }
 
-    /// Note that the awaited save is over: the table was saved as `base`, or the save failed (`None`). Nothing happens where that save
-    /// is no longer awaited, because another one is, or too many ids left or sweeps came since, or the contents were replaced.
+    /// Records the end of the awaited save: the table was saved as `base`, or the save failed (`None`). Does nothing if
+    /// that save is not awaited, because another one is, or too many tombstones or sweeps followed, or the contents
+    /// were replaced.
     pub(crate) fn finish_background_save(&mut self, next_epoch: u32, base: Option<BaseCheckpoint>) {
         if self.pending_save != Some(next_epoch) {
             return;
@@ -112,13 +115,14 @@ impl CheckpointHistory {
         }
     }
 
-    /// Whether there is a checkpoint, or may be one soon, that a delta can build on. Only then ids that leave are kept, and imported rows
-    /// count as modified.
+    /// True if there is a base checkpoint for a delta, or may be one soon. Only then tombstones are kept, and imported
+    /// rows count as modified.
     pub(crate) fn is_needed(&self) -> bool {
         self.pending_save.is_some() || !self.bases.is_empty()
     }
 
-    /// Note that ids left the table in `epoch`, which is the table's. When there are too many ids, the oldest ancestors are forgotten.
+    /// Records tombstones in `epoch`, which is the table's. If there are too many ids, forgets the oldest base
+    /// checkpoints.
     pub(crate) fn record_tombstones(&mut self, epoch: u32, ids: &[Id]) {
         while self.is_needed() && self.tombstone_count + ids.len() > self.most_ids {
             self.forget_oldest();
@@ -133,9 +137,9 @@ impl CheckpointHistory {
         }
     }
 
-    /// Note a sweep in `epoch`, which is the table's. A delta says the sweep and not what it took, except for rows that were modified since
-    /// the delta's parent: see [`CheckpointHistory::needs_tombstone`]. When there are too many sweeps, the oldest ancestors are forgotten. Returns the name of
-    /// the newest of those.
+    /// Records a sweep in `epoch`, which is the table's. A delta contains the sweep and not its rows, except rows that
+    /// were modified since the delta's base: see [`CheckpointHistory::needs_tombstone`]. If there are too many sweeps,
+    /// forgets the oldest base checkpoints. Returns the name of the latest forgotten one.
     pub(crate) fn record_sweep(&mut self, epoch: u32, sweep: &ExpirySweep) -> Option<String> {
         if self.is_needed() {
             self.sweeps.retain(|(_, before)| !sweep.covers(before));
@@ -144,7 +148,8 @@ impl CheckpointHistory {
         self.forget_beyond_most_sweeps()
     }
 
-    /// Note how many rows a sweep took in `epoch`, which is the table's, besides those whose ids were [noted](Lineage::note_left).
+    /// Records the number of rows that a sweep expired in `epoch`, which is the table's, without those passed to
+    /// [`CheckpointHistory::record_tombstones`].
     pub(crate) fn record_expired(&mut self, epoch: u32, rows: u64) {
         if !self.is_needed() || rows == 0 {
             return;
@@ -155,7 +160,7 @@ impl CheckpointHistory {
         }
     }
 
-    /// How many rows sweeps took since `base` whose ids are not among [`CheckpointHistory::tombstones_since`].
+    /// Number of rows expired by sweeps since `base` whose ids are not in [`CheckpointHistory::tombstones_since`].
     pub(crate) fn expired_since(&self, base: &BaseCheckpoint) -> u64 {
         self.expired.iter().filter(|(epoch, _)| *epoch >= base.next_epoch).map(|(_, rows)| rows).sum()
     }
@@ -168,7 +173,8 @@ impl CheckpointHistory {
         forgotten
     }
 
-    /// Forget the oldest ancestor, or the awaited save where there is none, with what only that one needs. Returns the ancestor's name.
+    /// Forgets the oldest base checkpoint, or the awaited save if there is none, with the entries that only it needs.
+    /// Returns the checkpoint's name.
     fn forget_oldest(&mut self) -> Option<String> {
         let oldest = if self.bases.is_empty() { None } else { Some(self.bases.remove(0).name) };
         if oldest.is_none() {
@@ -178,8 +184,9 @@ impl CheckpointHistory {
         oldest
     }
 
-    /// Whether a row that a sweep takes, and that was modified last in this epoch, is to be [noted](Lineage::note_left) by its id. The
-    /// checkpoints that deltas build on may have it with other columns, which the sweep does not take.
+    /// True if a row that a sweep expires, and that was last modified in this epoch, needs a
+    /// [tombstone](CheckpointHistory::record_tombstones). The base checkpoints may have it with other columns, which
+    /// the sweep does not match.
     pub(crate) fn needs_tombstone(&self, modified_epoch: u32) -> bool {
         modified_epoch >= self.oldest_epoch()
     }
@@ -190,13 +197,13 @@ impl CheckpointHistory {
         since.map(|(_, sweep)| sweep.clone()).collect()
     }
 
-    /// The `next_epoch` of the oldest checkpoint that a delta can build on; more than every epoch where there is none.
+    /// The `next_epoch` of the oldest base checkpoint; larger than every epoch if there is none.
     fn oldest_epoch(&self) -> u32 {
         let wanted = self.bases.iter().map(|ancestor| ancestor.next_epoch).chain(self.pending_save);
         wanted.min().unwrap_or(u32::MAX)
     }
 
-    /// Forget the ids that left, and the sweeps, before the oldest ancestor.
+    /// Forgets the tombstones and sweeps before the oldest base checkpoint.
     fn prune(&mut self) {
         let oldest = self.oldest_epoch();
         self.sweeps.retain(|(epoch, _)| *epoch >= oldest);
@@ -205,7 +212,8 @@ impl CheckpointHistory {
         self.tombstone_count = self.tombstones.iter().map(|(_, ids)| ids.len()).sum();
     }
 
-    /// The ids that left since `base`, each once, in rising order. Some of them may be back. `None` where that is not known.
+    /// The distinct ids removed since `base`, in ascending order. Some of them may have been inserted again. `None` if
+    /// they are not known.
     pub(crate) fn tombstones_since(&self, base: &BaseCheckpoint) -> Option<Vec<Id>> {
         if !self.bases.contains(base) {
             return None;
@@ -217,7 +225,8 @@ impl CheckpointHistory {
         Some(ids)
     }
 
-    /// The lineage as bytes for a file. Where it takes more than `most` bytes they are those of a table that descends from no checkpoint.
+    /// Encodes the history for a file. If it needs more than `most` bytes, encodes that of a table without a base
+    /// checkpoint.
     pub(crate) fn encode(&self, most: usize) -> Vec<u8> {
         let head = HistoryHeader {
             bases: self.bases.clone(),
@@ -236,8 +245,8 @@ impl CheckpointHistory {
         bytes
     }
 
-    /// Replace this lineage by the one that [`CheckpointHistory::encode`] wrote. Where the bytes are damaged, it is that of a table that descends
-    /// from no checkpoint.
+    /// Replaces this history with one that [`CheckpointHistory::encode`] wrote. Corrupted bytes give the history of a
+    /// table without a base checkpoint.
     pub(crate) fn decode(&mut self, bytes: &[u8]) {
         self.forget();
         let Some(end) = bytes.iter().position(|&byte| byte == b'\n') else { return };
@@ -325,10 +334,10 @@ mod tests {
             (None, Some(vec![]))
         );
         assert_eq!(lineage.sweeps_since(&ancestor(2)).len(), 2);
-        // One that takes all that the others took stands for all of them.
+        // A sweep that covers all others replaces them.
         lineage.record_sweep(2, &ExpirySweep { step: 1000, rule: ExpiryRule::NormBelow(9.0) });
         assert_eq!((lineage.sweeps.len(), lineage.bases().len()), (1, 1));
-        // A save beside training that is awaited.
+        // An asynchronous save that is awaited.
         lineage.await_save(3);
         for step in 0..MOST_SWEEPS {
             let forgotten = lineage.record_sweep(3, &ever_less(step));
@@ -376,13 +385,13 @@ mod tests {
         assert!(lineage.bases().is_empty(), "another save");
         lineage.finish_background_save(1, Some(ancestor(1)));
         assert_eq!(lineage.tombstones_since(&ancestor(1)), Some(vec![7, 8]));
-        // One that failed leaves what older ones need.
+        // A failed save keeps the entries that older ones need.
         lineage.await_save(2);
         lineage.record_tombstones(2, &[9]);
         lineage.finish_background_save(2, None);
         lineage.finish_background_save(2, Some(ancestor(2)));
         assert_eq!(lineage.tombstones_since(&ancestor(1)), Some(vec![7, 8, 9]));
-        // Too many while it ran: first the oldest checkpoint is given up, then this save.
+        // Too many during the save: first the oldest checkpoint is forgotten, then this save.
         lineage.await_save(3);
         lineage.record_tombstones(3, &[1, 2, 3]);
         assert_eq!((lineage.bases().len(), lineage.bytes()), (0, 24));

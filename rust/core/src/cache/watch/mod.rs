@@ -1,5 +1,6 @@
-//! What others want of a table's rows while they move and change: a moment the rows as they were, an export each row once, a delta the ids
-//! that left, and a hook those that were evicted. The residency of the rows tells these of every change; they know nothing of it.
+//! Watchers of a table's rows while they move and change: a snapshot needs the original rows, an export each row once,
+//! a delta the tombstones, and a hook the evicted rows. The placement notifies them of every change; they do not depend
+//! on it.
 
 mod evicted;
 mod exports;

@@ -1,9 +1,9 @@
-//! Pre-images: copies of rows as they were at a moment, made before the rows change. They have a bound of memory, and a file for what goes
-//! past it.
+//! Copy-on-write copies of rows for a snapshot, made before the rows change. They have a memory limit, and a file for
+//! the excess.
 //!
-//! All tables of one save share them. Rows are copied into blocks. When the blocks take more than half of the memory, a thread of its own
-//! writes full blocks to the file, beginning with those that will be wanted last. When they take all of it, whoever copies a row waits for
-//! that thread, which needs no lock of a table.
+//! All tables of one save share them. Rows are copied into blocks. When the blocks use more than half of the memory, a
+//! background thread writes full blocks to the file, starting with those that will be needed last. When they use all of
+//! it, a thread that copies a row waits for the background thread, which needs no table lock.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -17,11 +17,11 @@ use crate::memory::can_start_threads;
 use crate::rows::{RowHeader, RowLayout};
 use crate::sync::{Condvar, Mutex, MutexGuard, lock, wait};
 
-/// Bytes of a block. Blocks are smaller where there are many tables for little memory.
+/// Bytes of a block. Blocks are smaller for many tables with little memory.
 const BLOCK_BYTES: usize = 1 << 20;
 const HEADER_BYTES: usize = size_of::<RowHeader>();
 
-/// The pre-images of one save. Dropping it removes the file.
+/// The copy-on-write copies of one save. Dropping it removes the file.
 #[derive(Debug)]
 pub struct PreImages {
     shared: Arc<SharedPreImages>,
@@ -42,16 +42,16 @@ struct SharedPreImages {
 #[derive(Debug, Default)]
 struct PreImageState {
     tables: Vec<TablePreImages>,
-    /// Bytes of the blocks in memory.
+    /// Number of bytes of the blocks in memory.
     held_bytes: usize,
     file: Option<Arc<dyn IoFile>>,
     file_bytes: u64,
     blocks_made: u64,
     failed: Option<Error>,
-    /// Whether a thread of its own writes blocks to the file. `None` before the first block is to be written. Where no thread could be
-    /// started, whoever copies rows writes the blocks.
+    /// True if a background thread writes blocks to the file. `None` before the first block is to be written. If no
+    /// thread could be started, threads that copy rows write the blocks.
     has_writer: Option<bool>,
-    /// Whether a block is being written. Only one is at a time.
+    /// True if a block is being written. Only one is written at a time.
     writing: bool,
     closed: bool,
 }
@@ -61,7 +61,7 @@ struct TablePreImages {
     floats: usize,
     open: Option<ImageBlock>,
     full: VecDeque<FullImageBlock>,
-    /// How many callers are copying rows. Each may have taken the open block, and gives it back.
+    /// Number of callers that are copying rows. Each may have taken the open block, and returns it.
     writers: usize,
 }
 
@@ -86,7 +86,8 @@ enum ImageLocation {
 }
 
 impl PreImages {
-    /// Room for the rows of `tables` tables: `limit_bytes` of memory, and past that a new file at `path`, which is made when it is needed.
+    /// Creates space for the rows of `tables` tables: `limit_bytes` of memory, and beyond that a new file at `path`,
+    /// created on demand.
     pub fn new(engine: Arc<dyn IoEngine>, path: PathBuf, limit_bytes: usize, tables: usize) -> Self {
         let block_bytes = (limit_bytes / (4 * tables.max(1))).clamp(ALIGNMENT, BLOCK_BYTES).next_multiple_of(ALIGNMENT);
         let kept = SharedPreImages {
@@ -100,7 +101,7 @@ impl PreImages {
         Self { shared: Arc::new(kept), writer: Mutex::new(None), pid: std::process::id() }
     }
 
-    /// Add a table. Returns its number.
+    /// Adds a table. Returns its number.
     pub(crate) fn add(&self, layout: &RowLayout) -> usize {
         let mut state = lock(&self.shared.state);
         let floats = layout.vector_floats();
@@ -108,18 +109,18 @@ impl PreImages {
         state.tables.len() - 1
     }
 
-    /// Whether every row could be kept. The error says why not.
+    /// Returns the error if a row could not be copied.
     pub(crate) fn check(&self) -> Result<()> {
         lock(&self.shared.state).failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Note that some row could not be kept, so that the save fails.
+    /// Records that a row could not be copied, so that the save fails.
     pub(crate) fn fail(&self, error: Error) {
         lock(&self.shared.state).failed.get_or_insert(error);
         self.shared.changed.notify_all();
     }
 
-    /// Copy rows of a table, one at a time, into what this returns.
+    /// Returns a writer for rows of a table, one at a time.
     pub(crate) fn writer(&self, table: usize) -> PreImageWriter<'_> {
         let mut state = lock(&self.shared.state);
         let refused = state.failed.is_some();
@@ -128,8 +129,8 @@ impl PreImages {
         PreImageWriter { images: self, table, floats: images.floats, block: images.open.take(), has_failed: refused }
     }
 
-    /// Take some kept rows of a table, after those that are being copied; `None` when there are no more. The error says why not every row was
-    /// kept.
+    /// Takes some copied rows of a table, after those that are being copied; `None` when none remain. Errors: as
+    /// [`PreImages::check`].
     pub(crate) fn take(&self, table: usize) -> Result<Option<RowChunk>> {
         let kept = &self.shared;
         let (floats, found) = {
@@ -150,7 +151,7 @@ impl PreImages {
                         at: ImageLocation::Memory(Arc::new(open)),
                     };
                 }
-                // Whoever copies rows waits for no lock that this caller holds.
+                // Threads that copy rows wait for no lock that this caller holds.
                 state = wait(&kept.changed, state);
             };
             let floats = state.tables[table].floats;
@@ -171,7 +172,7 @@ impl PreImages {
         }
     }
 
-    /// Let go of all rows and remove the file, if there is one.
+    /// Drops all rows and removes the file, if there is one.
     pub fn close(&self) -> Result<()> {
         if self.pid != std::process::id() {
             return Ok(());
@@ -195,12 +196,12 @@ impl PreImages {
         }
     }
 
-    /// Bytes that were written to the file.
+    /// Returns the number of bytes written to the file.
     pub fn file_bytes(&self) -> u64 {
         lock(&self.shared.state).file_bytes
     }
 
-    /// Add a full block, and wait where the blocks take more than the memory.
+    /// Adds a full block, and waits while the blocks use more than the memory limit.
     fn put(&self, table: usize, block: ImageBlock) {
         let kept = &self.shared;
         let mut state = lock(&kept.state);
@@ -234,17 +235,17 @@ impl PreImages {
 impl Drop for PreImages {
     fn drop(&mut self) {
         if self.pid == std::process::id() {
-            // A file that stays goes with its directory.
+            // A file that cannot be removed is removed with its directory.
             let _ = self.close();
         } else {
-            // In a forked child there is no thread to wait for, and the file is its parent's.
+            // In a forked child there is no thread to wait for, and the file belongs to the parent.
             std::mem::forget(lock(&self.writer).take());
         }
     }
 }
 
 impl PreImageState {
-    /// The full block in memory that will be wanted last: the newest one of the table that is saved last.
+    /// The full block in memory that will be needed last: the latest one of the table that is saved last.
     fn last_in_memory(&self) -> Option<(usize, u64, Arc<ImageBlock>)> {
         self.tables.iter().enumerate().rev().find_map(|(table, images)| {
             images.full.iter().rev().find_map(|full| match &full.at {
@@ -271,7 +272,7 @@ impl SharedPreImages {
         }
     }
 
-    /// Write one block to the file. The lock is not held during the write.
+    /// Writes one block to the file. The lock is not held during the write.
     fn write_one<'a>(&'a self, mut state: MutexGuard<'a, PreImageState>) -> MutexGuard<'a, PreImageState> {
         let Some((table, number, block)) = state.last_in_memory() else { return state };
         let (file, offset) = (state.file.clone(), state.file_bytes);
@@ -288,7 +289,7 @@ impl SharedPreImages {
                 state.file = Some(file);
                 state.file_bytes += bytes as u64;
                 let found = state.tables[table].full.iter_mut().find(|full| full.number == number);
-                // A block that is no longer there was taken while it was written.
+                // A missing block was taken while it was written.
                 if let Some(full) = found {
                     full.at = ImageLocation::File { offset, bytes };
                     state.held_bytes -= bytes;
@@ -325,7 +326,7 @@ pub(crate) struct PreImageWriter<'a> {
 }
 
 impl PreImageWriter<'_> {
-    /// Copy a row: its header is given, and `fill` writes its vector part.
+    /// Copies a row: its header is `header`, and `fill` writes its vector part.
     pub(crate) fn copy_row(&mut self, header: &RowHeader, fill: impl FnOnce(&mut [f32])) {
         if self.has_failed {
             return;
@@ -342,7 +343,7 @@ impl PreImageWriter<'_> {
         block.rows += 1;
     }
 
-    /// Begin another block. Returns whether there is memory for it.
+    /// Starts another block. Returns false if there is no memory for it.
     #[cold]
     fn next_block(&mut self, row_bytes: usize) -> bool {
         if let Some(full) = self.block.take() {

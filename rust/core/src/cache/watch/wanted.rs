@@ -1,4 +1,4 @@
-//! What a moment still wants of the rows in RAM and on the device.
+//! Rows in RAM and on the device that a snapshot has not copied yet: one bit per slot.
 
 use std::sync::Arc;
 
@@ -12,32 +12,32 @@ use crate::rows::{RowHeader, RowLayout};
 use crate::slots::SlotMap;
 use crate::types::CacheSlot;
 
-/// While rows are copied, the row that comes this many rows later is fetched into the processor's cache.
+/// Distance, in rows, at which a copy of rows prefetches into the CPU cache.
 const ROWS_AHEAD: usize = 8;
 
-/// A bit for each slot of a tier.
+/// One bit per slot of a tier.
 #[derive(Debug, Default)]
 pub(crate) struct SlotMarks(Vec<u64>);
 
 impl SlotMarks {
-    /// No slot of the tier is marked.
+    /// Marks no slot of the tier.
     ///
     /// Errors: `Memory`.
     pub(crate) fn none_of(slots: &SlotMap) -> Result<Self> {
         memory::zeros("mark rows to be saved", slots.high_water().div_ceil(64) as usize).map(Self)
     }
 
-    /// Mark a slot.
+    /// Marks a slot.
     pub(crate) fn set(&mut self, slot: CacheSlot) {
         self.0[slot as usize / 64] |= 1 << (slot % 64);
     }
 
-    /// Whether a slot is marked.
+    /// True if the slot is marked.
     fn has(&self, slot: CacheSlot) -> bool {
         self.0.get(slot as usize / 64).is_some_and(|word| word & 1 << (slot % 64) != 0)
     }
 
-    /// Take a mark back. Returns whether it was there.
+    /// Clears a mark. Returns true if it was set.
     fn take(&mut self, slot: CacheSlot) -> bool {
         let Some(word) = self.0.get_mut(slot as usize / 64) else { return false };
         let bit = 1 << (slot % 64);
@@ -46,7 +46,8 @@ impl SlotMarks {
         marked
     }
 
-    /// Take up to `most` marks back, from slot `next` on, and move `next` behind them. Returns their slots, lowest first.
+    /// Clears up to `most` marks from slot `next` on, and advances `next` past them. Returns their slots in ascending
+    /// order.
     fn take_next(&mut self, next: &mut CacheSlot, most: usize) -> Vec<CacheSlot> {
         let mut taken = Vec::new();
         while taken.len() < most
@@ -67,8 +68,8 @@ impl SlotMarks {
     }
 }
 
-/// The slots whose rows a moment still has to hand over, as they are now. Whoever is about to change such a row, or to take it out of its
-/// slot, has it copied here first, which takes its mark back.
+/// The slots whose rows a snapshot has not copied yet and which still have the snapshot's values. An operation that is
+/// about to change such a row, or to move it out of its slot, copies it here first, which clears its mark.
 #[derive(Debug)]
 pub(crate) struct SnapshotRows {
     host: SlotMarks,
@@ -87,7 +88,7 @@ impl SnapshotRows {
         self.images.writer(self.table)
     }
 
-    /// Copy those of these host rows that are wanted.
+    /// Copies the pending rows among these host rows.
     #[cold]
     pub(crate) fn keep_host<'a>(&mut self, host: &HostTier, slots: impl Iterator<Item = ReadAccess<'a>>) {
         let wanted: Vec<ReadAccess<'a>> = slots.filter(|quiet| self.host.take(quiet.slot())).collect();
@@ -104,7 +105,7 @@ impl SnapshotRows {
         }
     }
 
-    /// Copy those of these device rows that are wanted. `rows` has all of them, just read.
+    /// Copies the pending rows among these device rows. `rows` contains all of them, just read.
     pub(crate) fn keep_read(&mut self, slots: &[CacheSlot], rows: &RowChunk, floats: usize) {
         let wanted: Vec<usize> = (0..slots.len()).filter(|&at| self.device.take(slots[at])).collect();
         if wanted.is_empty() {
@@ -117,7 +118,7 @@ impl SnapshotRows {
         }
     }
 
-    /// Copy those of these device rows that are wanted, from tensors in RAM that have a row of `layout` in each slot.
+    /// Copies the pending rows among these device rows, from tensors in RAM that have a row of `layout` in each slot.
     pub(crate) fn keep_tensors(
         &mut self,
         device: &DeviceTier,
@@ -143,18 +144,18 @@ impl SnapshotRows {
         }
     }
 
-    /// Which of these device rows are wanted.
+    /// Returns the pending slots among these device slots.
     pub(crate) fn pending_on_device(&self, slots: &[CacheSlot]) -> Vec<CacheSlot> {
         slots.iter().copied().filter(|&slot| self.device.has(slot)).collect()
     }
 
-    /// Which of these device rows are wanted. Their marks are taken back: the caller reads them and hands them to
-    /// [`SnapshotRows::keep_all`], or says that it could not.
+    /// Returns the pending slots among these device slots and clears their marks: the caller reads the rows and passes
+    /// them to [`SnapshotRows::keep_all`], or reports a failure.
     pub(crate) fn take_pending_on_device(&mut self, slots: &[CacheSlot]) -> Vec<CacheSlot> {
         slots.iter().copied().filter(|&slot| self.device.take(slot)).collect()
     }
 
-    /// Copy all these rows, whose vector parts have `floats` floats.
+    /// Copies all these rows, whose vector parts have `floats` floats.
     pub(crate) fn keep_all(&mut self, rows: &RowChunk, floats: usize) {
         let mut keeping = self.writer();
         for (header, vector) in rows.headers.iter().zip(rows.vectors.chunks_exact(floats)) {
@@ -162,22 +163,23 @@ impl SnapshotRows {
         }
     }
 
-    /// Note that wanted rows could not be read, so that the save fails.
+    /// Records that pending rows could not be read, so that the save fails.
     pub(crate) fn fail(&self, error: Error) {
         self.images.fail(error);
     }
 
-    /// Take the next wanted rows of the host tier: at most `most`, from slot `next` on, which is moved behind them.
+    /// Takes the next pending rows of the host tier: at most `most`, from slot `next` on, and advances `next` past
+    /// them.
     pub(crate) fn take_next_of_host(&mut self, next: &mut CacheSlot, most: usize) -> Vec<CacheSlot> {
         self.host.take_next(next, most)
     }
 
-    /// Take the next wanted rows of the device tier, as [`SnapshotRows::take_next_of_host`] does.
+    /// Takes the next pending rows of the device tier, like [`SnapshotRows::take_next_of_host`].
     pub(crate) fn take_next_of_device(&mut self, next: &mut CacheSlot, most: usize) -> Vec<CacheSlot> {
         self.device.take_next(next, most)
     }
 
-    /// These device rows were taken and not handed over: they are wanted again.
+    /// Marks device rows again that were taken and not saved.
     pub(crate) fn put_back_on_device(&mut self, slots: &[CacheSlot]) {
         for &slot in slots {
             self.device.set(slot);

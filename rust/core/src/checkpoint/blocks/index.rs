@@ -1,4 +1,4 @@
-//! The files by which RecIS finds blocks, and whether the shards of a save make whole tables.
+//! The index files by which RecIS finds blocks, and the check that the shards of a save make complete tables.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -10,11 +10,11 @@ use super::manifest::{RecisBlockEntry, RecisShardManifest, RecisTableShare};
 use super::names::RecisShard;
 use crate::error::{Error, Kind, Result};
 
-/// RecIS' indexes of a save.
+/// RecIS indexes of a save.
 pub(crate) struct RecisIndexes {
-    /// Names of blocks by their names in the files.
+    /// Maps block names in the files to RecIS block names.
     pub(crate) names: Vec<u8>,
-    /// Which file has which block.
+    /// Maps blocks to files.
     pub(crate) files: Vec<u8>,
 }
 
@@ -24,7 +24,7 @@ struct RecisFileIndex<'a> {
     block_index: OrderedFields<'a, usize>,
 }
 
-/// Values by name, in the order in which names first came.
+/// Values by name, in order of first insertion.
 struct InsertionOrderMap<V> {
     entries: Vec<(String, V)>,
     positions: HashMap<String, usize>,
@@ -46,7 +46,8 @@ impl<V> InsertionOrderMap<V> {
 }
 
 impl RecisIndexes {
-    /// Of all shards, by number, which make whole tables.
+    /// Builds the indexes from the manifests of all shards, ordered by shard index. The shards must make complete
+    /// tables.
     pub(crate) fn new(manifests: &[RecisShardManifest]) -> Result<Self> {
         let (mut names, mut file_of) = (InsertionOrderMap::new(), InsertionOrderMap::new());
         let mut files: InsertionOrderMap<usize> = InsertionOrderMap::new();
@@ -67,20 +68,20 @@ impl RecisIndexes {
     }
 }
 
-/// A block's name in its file, and the one that RecIS knows it by.
+/// Returns a block's name in its file, and its RecIS name.
 fn names_of(block: &RecisBlockEntry, manifest: &RecisShardManifest, shard: RecisShard) -> (String, String) {
     let Some(slot) = &block.slot else {
-        // The blank is what RecIS calls the slice of a whole tensor.
+        // RecIS names the slice of a complete tensor by a blank.
         return (block.name.clone(), format!("{}^ ", block.name));
     };
     let slice = manifest.tables.iter().find(|table| table.name == block.name).map(|table| slice(table, shard));
     (shard.part_name(&block.name, slot), format!("{}@{slot}^{}", block.name, slice.unwrap_or_default()))
 }
 
-/// RecIS' slice of a shard's block: "begin@end@total", the range of `uint64(id) mod total` that its ids are in.
+/// RecIS slice of a shard's block, `begin@end@total`: the range of `uint64(id) mod total` that contains its ids.
 ///
-/// A shard that owns some buckets has ids of the whole range, because ids are hashed. RecIS finds blocks by names that differ in the slice
-/// alone, so those of several shards differ in their leading zeros.
+/// A shard that owns some buckets has ids of the entire range, because ids are hashed. RecIS finds blocks by names that
+/// differ only in the slice, so the slices of several shards differ in their leading zeros.
 fn slice(table: &RecisTableShare, shard: RecisShard) -> String {
     let total = table.total_num_buckets;
     let mut left = total.to_string().len();
@@ -93,15 +94,16 @@ fn slice(table: &RecisTableShare, shard: RecisShard) -> String {
     format!("{:0left$}@{total:0right$}@{total}", 0)
 }
 
-/// A shard's part of a table.
+/// One shard's part of a table.
 struct RecisTablePart<'a> {
     shard: usize,
     share: &'a RecisTableShare,
-    /// Slots, and the shape of one row in each.
+    /// Slots, each with the shape of one row.
     slots: Vec<(&'a str, &'a [u64])>,
 }
 
-/// `Mismatch` unless the shards of each table agree and hold every bucket once, and each name is the name of one thing.
+/// Returns `Mismatch` unless the shards of each table agree and contain every bucket once, and names are unique across
+/// tables and tensors.
 pub(crate) fn check_complete(manifests: &[RecisShardManifest]) -> Result<()> {
     let refuse = |what: String| Err(Error::new(Kind::Mismatch, what));
     let mut tables: BTreeMap<&str, Vec<RecisTablePart<'_>>> = BTreeMap::new();
@@ -152,7 +154,7 @@ fn check_parts(name: &str, mut parts: Vec<RecisTablePart<'_>>) -> Result<()> {
     Ok(())
 }
 
-/// A field in which two shards' parts of a table differ, and both values.
+/// Returns the first field in which two shards' parts of a table differ, with both values.
 fn first_difference(part: &RecisTablePart<'_>, other: &RecisTablePart<'_>) -> Option<(&'static str, String, String)> {
     let fields = |share: &RecisTableShare| {
         [

@@ -1,4 +1,4 @@
-//! Where tensors lie in a safetensors file.
+//! Layout of tensors in a safetensors file.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -11,7 +11,7 @@ use super::files::{open_file, read_small};
 use crate::error::{Error, Result};
 use crate::io::{ALIGNMENT, IoEngine, IoFile};
 
-/// Bytes of an element, by the type's name in safetensors.
+/// Bytes per element of each safetensors dtype.
 const ELEMENT_BYTES: [(&str, u64); 16] = [
     ("F64", 8),
     ("I64", 8),
@@ -30,24 +30,25 @@ const ELEMENT_BYTES: [(&str, u64); 16] = [
     ("F8_E4M3", 1),
     ("F8_E5M2", 1),
 ];
-/// What tensors of zeros between others are called, with a number behind. Where a tensor is called so, more `_` stand before it.
+/// Name prefix, before a number, of zero tensors used as padding. If a tensor has this prefix, `_` is prepended until
+/// none has it.
 const PAD: &str = "__pad.";
 
-/// A tensor of a file.
+/// A tensor in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RecisTensor {
     pub(crate) name: String,
-    /// The type as safetensors names it.
+    /// Dtype by its safetensors name.
     pub(crate) dtype: String,
     pub(crate) shape: Vec<u64>,
-    /// Bytes of an element.
+    /// Bytes per element.
     pub(crate) width: u64,
     /// Bytes of all elements.
     pub(crate) bytes: u64,
 }
 
 impl RecisTensor {
-    /// The message says why there is no such tensor.
+    /// Returns a message if the dtype is unknown or the tensor is too large.
     pub(crate) fn new(name: String, dtype: &str, shape: Vec<u64>) -> Result<Self, String> {
         let width = ELEMENT_BYTES.iter().find(|(known, _)| *known == dtype).map(|(_, width)| *width);
         let width = width.ok_or_else(|| format!("{name:?} is of the type {dtype:?}, which is not known"))?;
@@ -58,30 +59,30 @@ impl RecisTensor {
     }
 }
 
-/// The next multiple of a page.
+/// Rounds up to a multiple of a page.
 pub(crate) fn whole_pages(bytes: u64) -> u64 {
     bytes.next_multiple_of(ALIGNMENT as u64)
 }
 
-/// Whether each tensor starts at a page, after zeros, or right behind the one before.
+/// Alignment of tensors: each at a page boundary after zero padding, or directly after the previous tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TensorSpacing {
     Pages,
     Packed,
 }
 
-/// The layout of a file. The widest types come first, so that each tensor starts at a multiple of its own element.
+/// The layout of a file. The widest dtypes come first, so that each tensor is aligned to its element size.
 #[derive(Debug)]
 pub(crate) struct RecisFileLayout {
-    /// The file's first bytes, whole pages.
+    /// First bytes of the file, in whole pages.
     pub(crate) header: Vec<u8>,
-    /// Where each tensor starts in the file.
+    /// Offset of each tensor in the file.
     starts: HashMap<String, u64>,
-    /// The file's length.
+    /// Length of the file.
     pub(crate) bytes: u64,
 }
 
-/// A tensor as a header describes it.
+/// A tensor entry of the header.
 #[derive(Serialize)]
 struct TensorHeaderEntry<'a> {
     dtype: &'a str,
@@ -89,7 +90,7 @@ struct TensorHeaderEntry<'a> {
     data_offsets: [u64; 2],
 }
 
-/// A JSON object with its fields in the order of a list.
+/// Serializes as a JSON object with its fields in list order.
 pub(crate) struct OrderedFields<'a, V>(pub(crate) &'a [(String, V)]);
 
 impl<V: Serialize> Serialize for OrderedFields<'_, V> {
@@ -101,7 +102,7 @@ impl<V: Serialize> Serialize for OrderedFields<'_, V> {
 }
 
 impl RecisFileLayout {
-    /// The layout of a file with these tensors; the message says why there is none.
+    /// Lays out a file with these tensors; returns a message if there is no such layout.
     pub(crate) fn new(tensors: &[&RecisTensor], spacing: TensorSpacing) -> Result<Self, String> {
         let mut ordered = tensors.to_vec();
         ordered.sort_by_key(|tensor| std::cmp::Reverse(tensor.width)); // stable
@@ -135,12 +136,12 @@ impl RecisFileLayout {
         Ok(Self { header, starts, bytes: length + at })
     }
 
-    /// Where a tensor of the file starts.
+    /// Offset of a tensor in the file.
     pub(crate) fn start(&self, tensor: &RecisTensor) -> u64 {
         self.starts[&tensor.name]
     }
 
-    /// The whole of a small file, with each tensor's elements.
+    /// Returns the contents of a small file with the given tensor data.
     pub(crate) fn image<'a>(&self, data: impl Iterator<Item = (&'a RecisTensor, &'a [u8])>) -> Vec<u8> {
         let mut image = vec![0; self.bytes as usize];
         image[..self.header.len()].copy_from_slice(&self.header);
@@ -151,7 +152,7 @@ impl RecisFileLayout {
         image
     }
 
-    /// Open a file of exactly this layout.
+    /// Opens a file, which must have exactly this layout.
     pub(crate) fn open(&self, engine: &dyn IoEngine, path: &Path) -> Result<Arc<dyn IoFile>> {
         let file = open_file(engine, path)?;
         let len = file.len()?;
@@ -164,7 +165,7 @@ impl RecisFileLayout {
         Ok(file)
     }
 
-    /// Read the whole of a small file of exactly this layout.
+    /// Reads an entire small file, which must have the length of this layout.
     pub(crate) fn read(&self, engine: &dyn IoEngine, path: &Path) -> Result<Vec<u8>> {
         let len = open_file(engine, path)?.len()?;
         if len != self.bytes {
@@ -173,7 +174,7 @@ impl RecisFileLayout {
         read_small(engine, path, self.bytes)
     }
 
-    /// `Corruption` unless a file begins with this header.
+    /// Returns `Corruption` unless `found` starts with this header.
     pub(crate) fn check_header(&self, path: &Path, found: &[u8]) -> Result<()> {
         if found.starts_with(&self.header) {
             return Ok(());

@@ -1,4 +1,4 @@
-//! What a shard says of its part of a save, and what the save says of its shards.
+//! Manifests of RecIS-format saves: one per shard, and one per save.
 
 use std::path::Path;
 
@@ -9,50 +9,50 @@ use super::names::RecisShard;
 use crate::checkpoint::manifest::json::inconsistent;
 use crate::error::{Error, Kind, Result};
 
-/// What every manifest of a save says it is.
+/// Format name in every save manifest.
 const FORMAT: &str = "torchrec-embcache blocks";
-/// The version of the format.
+/// Format version.
 const VERSION: u32 = 1;
-/// The most files of a shard.
+/// Maximum number of files per shard.
 const MAX_PARALLEL: u32 = 1024;
-/// The widest table.
+/// Maximum embedding width.
 const MAX_DIM: u32 = 65_536;
-/// The most buckets of a table.
+/// Maximum number of buckets per table.
 const MAX_BUCKETS: u32 = (1 << 31) - 1;
 
 /// One shard's rows of a table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RecisTableShare {
-    /// The table's name in the save.
+    /// Table name in the save.
     pub name: String,
     /// Width of the embedding.
     pub dim: u32,
-    /// The optimizer's name.
+    /// Name of the optimizer.
     pub optimizer: String,
     /// See [`crate::types::table_key`].
     pub key: u64,
-    /// Seed of births.
+    /// Seed of the initializer.
     pub seed: u64,
-    /// Training steps so far.
+    /// Number of training steps.
     pub step: u64,
     /// The table's epoch.
     pub epoch: u32,
-    /// Buckets of the table.
+    /// Number of buckets of the table.
     pub total_num_buckets: u32,
-    /// The first bucket of the shard, and the one after its last.
+    /// The shard's bucket range, `[begin, end)`.
     pub buckets: [u32; 2],
-    /// Rows of each run: rows that are sorted by (bucket, `uint64(id)`) among themselves.
+    /// Number of rows of each run. A run is sorted by (bucket, `uint64(id)`).
     pub runs: Vec<u64>,
 }
 
 impl RecisTableShare {
-    /// Rows of all runs; `None` where they are more than any table has.
+    /// Number of rows of all runs; `None` if it exceeds the maximum of a table.
     pub(crate) fn rows(&self) -> Option<u64> {
         self.runs.iter().try_fold(0_u64, |all, &rows| all.checked_add(rows)).filter(|&rows| rows < 1 << 62)
     }
 
-    /// Columns of the table of starts: one more than the shard has buckets.
+    /// Number of columns of the table of bucket starts: the shard's bucket count plus one.
     pub(crate) fn starts(&self) -> u64 {
         u64::from(self.buckets[1] - self.buckets[0]) + 1
     }
@@ -68,7 +68,7 @@ impl RecisTableShare {
         if self.runs.contains(&0) || self.rows().is_none() {
             return Err("the rows of its runs cannot be counted".into());
         }
-        // The last ones of their kinds cannot go on.
+        // The maximum step and epoch are rejected because they have no successor.
         if self.step > i64::MAX as u64 || self.epoch == u32::MAX {
             return Err(format!("step {} or epoch {} is out of range", self.step, self.epoch));
         }
@@ -80,30 +80,31 @@ impl RecisTableShare {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RecisBlockEntry {
-    /// The table's name, or the tensor's.
+    /// Name of the table or of the dense tensor.
     pub(crate) name: String,
-    /// What of the table's rows it holds; `None` of a dense tensor.
+    /// Column of the table's rows that the block contains; `None` for a dense tensor.
     pub(crate) slot: Option<String>,
     pub(crate) dtype: String,
     pub(crate) shape: Vec<u64>,
-    /// The number of its data file.
+    /// Number of its data file.
     pub(crate) file: u32,
 }
 
 impl RecisBlockEntry {
-    /// The block as a tensor of its file.
+    /// Returns the block as a tensor of its file.
     pub(crate) fn tensor(&self, shard: RecisShard) -> Result<RecisTensor, String> {
         let name = self.slot.as_ref().map_or_else(|| self.name.clone(), |slot| shard.part_name(&self.name, slot));
         RecisTensor::new(name, &self.dtype, self.shape.clone())
     }
 }
 
-/// A shard's blocks as tensors of its files; the message says why one is none.
+/// Returns a shard's blocks as tensors of its files, or a message if one is invalid.
 pub(crate) fn tensors_of(blocks: &[RecisBlockEntry], shard: RecisShard) -> Result<Vec<RecisTensor>, String> {
     blocks.iter().map(|block| block.tensor(shard)).collect()
 }
 
-/// The layout of the data file `file`, from all blocks of its shard and their tensors; the message says why there is none.
+/// Lays out data file `file` from all blocks of its shard and their tensors; returns a message if there is no such
+/// layout.
 pub(crate) fn layout_of_file(
     file: u32,
     blocks: &[RecisBlockEntry],
@@ -119,16 +120,16 @@ pub(crate) fn layout_of_file(
 pub(crate) struct RecisShardManifest {
     pub(crate) shard: u32,
     pub(crate) shards: u32,
-    /// The most data files of the shard.
+    /// Maximum number of data files of the shard.
     pub(crate) parallel: u32,
     pub(crate) tables: Vec<RecisTableShare>,
     pub(crate) blocks: Vec<RecisBlockEntry>,
-    /// CRC-32C of the file with the checksums.
+    /// CRC-32C of the shard's checksum file.
     pub(crate) check: u32,
 }
 
 impl RecisShardManifest {
-    /// `Corruption` unless this is the manifest of `shard`, whose numbers are within the format's bounds.
+    /// Returns `Corruption` unless this is the manifest of `shard` and its values are within the format's limits.
     pub(crate) fn check(&self, shard: RecisShard, path: &Path) -> Result<()> {
         let damaged = |what: String| inconsistent(path, what);
         if (self.shard, self.shards) != (shard.index, shard.count) {
@@ -153,7 +154,7 @@ pub(crate) struct RecisSaveManifest {
     pub(crate) shards: Vec<u32>,
 }
 
-/// The fields that a manifest of any release has.
+/// The fields that a manifest of every release has.
 #[derive(Deserialize)]
 struct RecisManifestHeader {
     format: serde_json::Value,
@@ -165,7 +166,7 @@ impl RecisSaveManifest {
         Self { format: FORMAT.to_owned(), version: VERSION, shards }
     }
 
-    /// From JSON; `Unsupported` for another format or version.
+    /// Parses the manifest; returns `Unsupported` for another format or version.
     pub(crate) fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
         let head: RecisManifestHeader = parse(bytes, path)?;
         if head.format != FORMAT || head.version != VERSION {
@@ -186,7 +187,7 @@ impl RecisSaveManifest {
     }
 }
 
-/// A JSON object; `Corruption` for anything else.
+/// Parses a JSON object; returns `Corruption` if it is invalid.
 pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> Result<T> {
     serde_json::from_slice(bytes).map_err(|error| Error::corruption(path, 0, "the manifest", "valid", error))
 }

@@ -1,4 +1,4 @@
-//! Block-level saves: tables and tensors as named blocks, with the files and names of RecIS 1, published as a whole.
+//! RecIS-format saves: tables and tensors as named blocks in the files and names of RecIS 1, published atomically.
 //!
 //! ```text
 //! path/LATEST.blocks                                           the newest complete save and the CRC-32C of its manifest
@@ -12,13 +12,13 @@
 //!
 //! Saving, shard by shard, in any order and in any processes:
 //!
-//! 1. [`RecisSave::begin`] makes a save or joins the one that waits for the shard.
-//! 2. [`RecisShardWriter::new`] makes the data files, [`RecisShardWriter::append`] fills the blocks.
-//! 3. [`RecisShardWriter::finish`] makes all durable and writes the shard's manifest. Whichever shard is the last publishes: from then on a
-//!    load finds this save, and older ones are removed.
+//! 1. [`RecisSave::begin`] creates a save or joins the one that waits for the shard.
+//! 2. [`RecisShardWriter::new`] creates the data files, [`RecisShardWriter::append`] fills the blocks.
+//! 3. [`RecisShardWriter::finish`] makes them durable and writes the shard's manifest. The last shard publishes the
+//!    save: loads then find it, and older saves are removed.
 //!
-//! Loading: [`RecisReader::open`] checks the manifests of the newest save and keeps it from being removed; then rows and tensors are read,
-//! verified as they arrive.
+//! Loading: [`RecisReader::open`] checks the manifests of the latest save and protects it from removal. Rows and
+//! tensors are verified as they are read.
 
 pub(crate) mod files;
 pub(crate) mod index;

@@ -1,4 +1,4 @@
-//! What the files of block-level saves are called.
+//! File names of RecIS-format saves.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,41 +8,41 @@ use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::CheckpointName;
 use crate::error::{Error, Kind, Result};
 
-/// The file that names the newest complete save.
+/// The file that names the latest complete save.
 pub(crate) const LATEST_FILE: &str = "LATEST.blocks";
-/// The file by which other shards know the save that they belong to.
+/// The file by which other shards recognize the save to join.
 pub(crate) const BEGUN_FILE: &str = "begun.json";
-/// RecIS' index of which file has which block.
+/// RecIS index from blocks to files.
 pub(crate) const INDEX_FILE: &str = "index";
-/// RecIS' names of blocks.
+/// RecIS names of blocks.
 pub(crate) const NAMES_FILE: &str = "tensorkey.json";
 
-/// One shard of those that save tables together.
+/// One of the shards that save tables together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecisShard {
-    /// Its number, from 0.
+    /// Index of the shard, from 0.
     pub index: u32,
-    /// How many shards there are.
+    /// Number of shards.
     pub count: u32,
 }
 
 impl RecisShard {
-    /// The manifest of the shard.
+    /// File name of the shard's manifest.
     pub(crate) fn manifest_file(self) -> String {
         format!("shard-{:06}-of-{:06}.json", self.index, self.count)
     }
 
-    /// The file whose lock a process holds while it saves the shard.
+    /// Name of the file that a process locks while it saves the shard.
     pub(crate) fn lock_file(self) -> String {
         format!("shard-{:06}.lock", self.index)
     }
 
-    /// The shard's checksums.
+    /// Name of the shard's checksum file.
     pub(crate) fn check_file(self) -> String {
         format!("check-{:06}-of-{:06}.safetensors", self.index, self.count)
     }
 
-    /// The data file `file` of the `parallel` that a shard has at most, as RecIS names it.
+    /// RecIS name of data file `file`. A shard has at most `parallel` data files.
     pub(crate) fn data_file(self, file: u32, parallel: u32) -> String {
         let (index, parallel) = (u64::from(self.index), u64::from(parallel));
         format!(
@@ -52,23 +52,23 @@ impl RecisShard {
         )
     }
 
-    /// The name of a table's block in its file, as RecIS has it.
+    /// RecIS name of a table's block in its file.
     pub(crate) fn part_name(self, table: &str, slot: &str) -> String {
         format!("{table}.{slot}/part_{}_{}", self.index, self.count)
     }
 
-    /// All shards of this one's save.
+    /// All shards of the save.
     pub(crate) fn all(self) -> impl Iterator<Item = Self> {
         (0..self.count).map(move |index| Self { index, ..self })
     }
 }
 
-/// The name of a save's directory: a number that grows with every save to the path, and a random part.
+/// Name of a save's directory: a sequence number that grows with every save to the path, and a random part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RecisSaveName(pub(crate) CheckpointName);
 
 impl RecisSaveName {
-    /// The number.
+    /// The sequence number.
     pub(crate) fn seq(self) -> u64 {
         self.0.seq
     }
@@ -94,14 +94,14 @@ impl FromStr for RecisSaveName {
     }
 }
 
-/// The saves in a directory, complete or not, oldest first.
+/// Returns the saves in a directory, complete or not, oldest first.
 pub(crate) fn list_saves(root: &CheckpointDirectory) -> Result<Vec<RecisSaveName>> {
     let mut found: Vec<RecisSaveName> = root.list_names()?;
     found.sort_unstable();
     Ok(found)
 }
 
-/// The content of `LATEST.blocks`.
+/// Contents of `LATEST.blocks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LatestRecisSave {
     pub(crate) name: RecisSaveName,
@@ -110,7 +110,7 @@ pub(crate) struct LatestRecisSave {
 }
 
 impl LatestRecisSave {
-    /// The newest complete save; `None` where there is none.
+    /// Returns the latest complete save; `None` if there is none.
     pub(crate) fn find(root: &CheckpointDirectory) -> Result<Option<Self>> {
         let path = root.join(LATEST_FILE);
         if !root.has(LATEST_FILE)? {

@@ -1,6 +1,6 @@
-//! A block-level save that is read: its manifests checked, then its blocks, verified as they arrive.
+//! Reads a RecIS-format save: first checks its manifests, then verifies blocks as they are read.
 //!
-//! What manifests say is held against the lengths of the files before anything is allocated by it.
+//! Sizes in manifests are verified against the lengths of the files before they are used for allocations.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, DirLock, DirLockPurpose, IoFile};
 use crate::types::{BucketMapper, Id};
 
-/// The slot that holds a table's ids.
+/// The slot that contains a table's ids.
 const ID: &str = "id";
 
 /// A block in a file.
@@ -30,18 +30,18 @@ const ID: &str = "id";
 struct RecisBlock {
     tensor: RecisTensor,
     io: Arc<dyn IoFile>,
-    /// Its first byte in the file.
+    /// Offset of the block in the file.
     start: u64,
     /// CRC-32C of each chunk of the block's whole pages.
     checksums: Vec<u32>,
 }
 
-/// What of a table's rows a block holds: of a dense tensor the whole.
+/// Dtype and shape of a block: per row for a table's block, of the entire tensor for a dense one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecisBlockShape {
-    /// The type as safetensors names it.
+    /// Dtype by its safetensors name.
     pub dtype: String,
-    /// The shape of one row, or of the tensor.
+    /// Shape of one row, or of the tensor.
     pub shape: Vec<u64>,
     /// Bytes of one row, or of the tensor.
     pub bytes: u64,
@@ -57,22 +57,22 @@ struct RecisShardShare {
     blocks: BTreeMap<String, RecisBlock>,
 }
 
-/// What the save says of a table: the same on all shards, but for the epoch, of which this is the highest.
+/// Metadata of a table. All shards agree on it, except for the epoch, of which this is the highest.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RecisTableInfo {
-    /// Its name in the save.
+    /// Table name in the save.
     pub name: String,
     /// Width of the embedding.
     pub dim: u32,
     /// See [`crate::types::table_key`].
     pub key: u64,
-    /// Training steps.
+    /// Number of training steps.
     pub step: u64,
     /// The table's epoch.
     pub epoch: u32,
-    /// How ids fall into the table's buckets.
+    /// Mapping of ids to the table's buckets.
     pub bucketing: BucketMapper,
-    /// What its blocks hold, by slot.
+    /// Dtype and shape of its blocks, by slot.
     pub slots: BTreeMap<String, RecisBlockShape>,
 }
 
@@ -83,7 +83,7 @@ struct RecisTable {
     shares: Vec<RecisShardShare>,
 }
 
-/// Rows that lie together in the blocks of one share, sorted by (bucket, `uint64(id)`).
+/// Adjacent rows in the blocks of one shard, sorted by (bucket, `uint64(id)`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecisRun {
     share: usize,
@@ -92,13 +92,13 @@ pub struct RecisRun {
 }
 
 impl RecisRun {
-    /// How many rows they are.
+    /// Number of rows.
     pub fn rows(&self) -> u64 {
         self.rows.end - self.rows.start
     }
 }
 
-/// The newest complete save of a directory, which stays there as long as this is held.
+/// The latest complete save of a directory, which is not removed while this reader exists.
 #[derive(Debug)]
 pub struct RecisReader {
     /// The save's own directory.
@@ -110,9 +110,10 @@ pub struct RecisReader {
 }
 
 impl RecisReader {
-    /// Open the newest save and check its manifests. `wait` is called while another process publishes one, and ends the wait by an error.
+    /// Opens the latest save and checks its manifests. `wait` is called while another process publishes a save; an
+    /// error from it aborts the wait.
     ///
-    /// Errors: `Path` where there is none; `Corruption`, `Unsupported` (a newer format), `Storage`.
+    /// Errors: `Path` if there is no save; `Corruption`, `Unsupported` (a newer format), `Storage`.
     pub fn open(root: &CheckpointDirectory, wait: &mut WaitCallback<'_>) -> Result<Self> {
         let (latest, held) = hold_newest(root, wait)?;
         let dir = latest.name.dir(root);
@@ -159,7 +160,7 @@ impl RecisReader {
             let io = layout.open(self.dir.engine(), &self.dir.join(shard.data_file(entry.file, found.parallel)))?;
             files.insert(entry.file, (layout, io));
         }
-        // From here on shapes are those of files that are there: nothing larger is allocated.
+        // Shapes are consistent with the lengths of existing files here, which bounds the allocations below.
         let (checksums, starts) = self.read_checks(shard, found, &tensors, path)?;
         let mut blocks: BTreeMap<&str, BTreeMap<String, RecisBlock>> = BTreeMap::new();
         for ((entry, tensor), checksums) in found.blocks.iter().zip(tensors).zip(checksums) {
@@ -184,7 +185,7 @@ impl RecisReader {
         }
     }
 
-    /// The checksums of a shard's blocks, and where the buckets of its tables start.
+    /// Reads the checksums of a shard's blocks and the bucket starts of its tables.
     #[allow(clippy::type_complexity)] // two lists
     fn read_checks(
         &self,
@@ -257,9 +258,10 @@ impl RecisReader {
         Ok(())
     }
 
-    /// What holds the rows of `buckets`, as `bucketing` counts them: where the save has the same buckets only those, else all rows.
+    /// Returns the runs with the rows of `buckets` under `bucketing`. If the save has other buckets, returns the runs
+    /// of all rows.
     ///
-    /// Errors: `Input` where there is no such table.
+    /// Errors: `Input` if there is no such table.
     pub fn runs(&self, table: &str, bucketing: BucketMapper, buckets: &Range<u32>) -> Result<Vec<RecisRun>> {
         let table = self.table(table)?;
         let same = table.info.bucketing == bucketing;
@@ -287,9 +289,10 @@ impl RecisReader {
         Ok(runs)
     }
 
-    /// Read a slot of the rows of `run`, verified, into memory of their length. Ids must be those of the run's buckets, in order.
+    /// Reads one slot of the rows of `run` into memory of matching length and verifies it. Ids must belong to the run's
+    /// buckets, in order.
     ///
-    /// Errors: `Corruption`, `Storage`; `Input` where there is no such slot or the length is another.
+    /// Errors: `Corruption`, `Storage`; `Input` if there is no such slot or the length differs.
     pub fn read_rows(&self, table: &str, run: &RecisRun, slot: &str, into: &mut [u8]) -> Result<()> {
         let table = self.table(table)?;
         let block = table.shares.get(run.share).and_then(|share| share.blocks.get(slot));
@@ -300,9 +303,9 @@ impl RecisReader {
         if slot == ID { table.check_order(block, run, into) } else { Ok(()) }
     }
 
-    /// Read some bytes of a dense tensor, verified.
+    /// Reads some bytes of a dense tensor and verifies them.
     ///
-    /// Errors: as [`RecisReader::read_rows`].
+    /// Errors: as [`Self::read_rows`].
     pub fn read_tensor(&self, name: &str, begin: u64, into: &mut [u8]) -> Result<()> {
         let block = self.tensors.get(name);
         let block = block.ok_or_else(|| Error::new(Kind::Input, format!("there is no tensor {name:?}")))?;
@@ -313,7 +316,7 @@ impl RecisReader {
         self.tables.get(name).ok_or_else(|| Error::new(Kind::Input, format!("there is no table {name:?}")))
     }
 
-    /// Read a range of a block's bytes, in pieces whose chunks are verified.
+    /// Reads a range of a block's bytes in pieces and verifies their chunks.
     fn read(&self, block: &RecisBlock, range: Range<u64>, into: &mut [u8]) -> Result<()> {
         if range.end > block.tensor.bytes || range.end - range.start != into.len() as u64 {
             let what = format!("{range:?} of {} bytes of {:?} cannot be read", block.tensor.bytes, block.tensor.name);
@@ -347,7 +350,7 @@ impl RecisBlock {
 }
 
 impl RecisBlockShape {
-    /// Of a tensor without its first `leading` dimensions.
+    /// Shape of a tensor without its first `leading` dimensions.
     fn of(tensor: &RecisTensor, leading: usize) -> Self {
         let shape = tensor.shape.get(leading..).unwrap_or_default().to_vec();
         let bytes = shape.iter().product::<u64>() * tensor.width;
@@ -356,7 +359,7 @@ impl RecisBlockShape {
 }
 
 impl RecisTable {
-    /// `Corruption` unless the shards hold every bucket once.
+    /// Returns `Corruption` unless the shards contain every bucket once.
     fn check_complete(&self, dir: &Path) -> Result<()> {
         let mut ranges: Vec<&Range<u32>> = self.shares.iter().map(|share| &share.buckets).collect();
         ranges.sort_by_key(|range| (range.start, range.end));
@@ -372,7 +375,7 @@ impl RecisTable {
         Ok(())
     }
 
-    /// `Corruption` unless the ids are those of the run's buckets, sorted, each once.
+    /// Returns `Corruption` unless the ids belong to the run's buckets, sorted and unique.
     fn check_order(&self, block: &RecisBlock, run: &RecisRun, ids: &[u8]) -> Result<()> {
         let bucketing = self.info.bucketing;
         let ids = ids.as_chunks::<8>().0.iter().map(|bytes| Id::from_le_bytes(*bytes));
@@ -391,7 +394,7 @@ impl RecisTable {
     }
 }
 
-/// Whether rows start in the order of the buckets, from 0 to the end of each run.
+/// True if the bucket starts of each run are sorted, and range from 0 to its number of rows.
 fn starts_fit(share: &RecisTableShare, starts: &[i64]) -> bool {
     let runs = starts.chunks(share.starts() as usize);
     runs.len() == share.runs.len()
@@ -400,7 +403,7 @@ fn starts_fit(share: &RecisTableShare, starts: &[i64]) -> bool {
         })
 }
 
-/// Find the newest complete save and hold it.
+/// Finds the latest complete save and locks it.
 fn hold_newest(root: &CheckpointDirectory, wait: &mut WaitCallback<'_>) -> Result<(LatestRecisSave, DirLock)> {
     let _no_sweep = hold_recis_root(root, DirLockPurpose::ToRead, wait)?;
     let latest = LatestRecisSave::find(root)?.ok_or_else(|| {

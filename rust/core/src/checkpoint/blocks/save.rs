@@ -1,4 +1,4 @@
-//! A block-level save: begun by whichever shard comes first, written shard by shard, and published by the last of them.
+//! A RecIS-format save: created by the first shard, written shard by shard, and published by the last shard.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,21 +16,22 @@ use crate::checkpoint::manifest::names::MANIFEST_FILE;
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, DirLockPurpose, write_atomically};
 
-/// Which save a shard takes part in.
+/// Selects the save that a shard joins.
 #[derive(Clone, Debug)]
 pub enum RecisJoinMode {
-    /// The newest that waits for this shard and whose shards saw the tables at the same steps; a new one where there is none.
+    /// The latest save that waits for this shard and whose shards saved the tables at the same steps; a new one if
+    /// there is none.
     ///
-    /// Steps tell saves apart where shards have no way to agree: a shard that was killed in one save and takes part in the next does
-    /// not complete the first one with newer rows.
+    /// Steps distinguish saves if shards cannot communicate: a shard that was killed in one save and joins the next
+    /// does not complete the first one with newer rows.
     NewestOrNew,
-    /// A new one.
+    /// A new save.
     New,
-    /// The one of this name, which another shard began.
+    /// The save of this name, which another shard created.
     Named(String),
 }
 
-/// A shard's part of a save, which nobody sweeps, and no other process writes, as long as this lives.
+/// A shard's part of a save. No other process removes the save or writes this shard while this exists.
 #[derive(Debug)]
 pub struct RecisSave {
     root: CheckpointDirectory,
@@ -38,16 +39,17 @@ pub struct RecisSave {
     dir: CheckpointDirectory,
     name: RecisSaveName,
     shard: RecisShard,
-    /// Of the save's directory, with the other shards; and of this shard, alone.
+    /// Locks of the save's directory (shared with the other shards) and of this shard (exclusive).
     _held: [DirLock; 2],
 }
 
-/// What the end of a shard's part did.
+/// Result of finishing a shard's part.
 #[derive(Debug)]
 pub enum RecisShardOutcome {
     /// Other shards have not saved yet.
     WaitingForShards,
-    /// It was the last shard: a load finds the save. With it, the older saves that could not be removed; the next save tries again.
+    /// This was the last shard: loads find the save. Contains an error for each older save that could not be removed;
+    /// the next save tries again.
     Published(Vec<Error>),
 }
 
@@ -58,7 +60,7 @@ struct BegunRecord<'a> {
     steps: OrderedFields<'a, u64>,
 }
 
-/// The same, as it is read.
+/// `begun.json`, deserialized.
 #[derive(Deserialize)]
 struct ParsedBegunRecord {
     shards: u32,
@@ -66,7 +68,7 @@ struct ParsedBegunRecord {
     steps: Vec<(String, u64)>,
 }
 
-/// The fields of a JSON object, in their order.
+/// Deserializes the fields of a JSON object in their order.
 fn in_order<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<(String, u64)>, D::Error> {
     struct OrderedFieldsVisitor;
     impl<'de> serde::de::Visitor<'de> for OrderedFieldsVisitor {
@@ -86,10 +88,12 @@ fn in_order<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<(St
 }
 
 impl RecisSave {
-    /// Take part in a save in `root`. `steps`: of the tables that the shard saves. `random` tells saves that begin at the same time
-    /// apart. `wait` is called while another process begins or publishes one, and ends the wait by an error.
+    /// Joins or creates a save in `root`. `steps` has the training step of each table that the shard saves. `random`
+    /// distinguishes saves that start at the same time. `wait` is called while another process creates or publishes a
+    /// save; an error from it aborts the wait.
     ///
-    /// Errors: `InUse` where a named save does not fit, or the shard takes part in it already; `Corruption` of `LATEST.blocks`; `Storage`.
+    /// Errors: `InUse` if a named save does not match, or the shard takes part in it already; `Corruption` of
+    /// `LATEST.blocks`; `Storage`.
     pub fn begin(
         root: &CheckpointDirectory,
         shard: RecisShard,
@@ -133,7 +137,8 @@ impl RecisSave {
             .inspect_err(|_| drop(dir.remove()))
     }
 
-    /// Take part in the save `name`; `None` where it does not fit, or where another process sweeps it or writes this shard.
+    /// Joins the save `name`; returns `None` if it does not match, or if another process removes it or writes this
+    /// shard.
     fn join(
         root: &CheckpointDirectory,
         name: RecisSaveName,
@@ -167,12 +172,11 @@ impl RecisSave {
         Ok(Some(Self { root: root.clone(), dir, name, shard, _held: held }))
     }
 
-    /// The save's name, for the other shards.
+    /// Name of the save, for the other shards.
     pub fn name(&self) -> RecisSaveName {
         self.name
     }
 
-    /// The shard.
     pub(super) fn shard(&self) -> RecisShard {
         self.shard
     }
@@ -182,7 +186,7 @@ impl RecisSave {
         &self.dir
     }
 
-    /// Write the shard's manifest, when all that it names is durable. The last shard of all publishes the save.
+    /// Writes the shard's manifest, after everything it refers to is durable. The last shard publishes the save.
     pub(super) fn finish(
         &self,
         manifest: &RecisShardManifest,
@@ -203,7 +207,7 @@ impl RecisSave {
         Ok(RecisShardOutcome::Published(remove_older_saves(&self.root, self.name)))
     }
 
-    /// Make the save the newest one. Called while the root is held alone and every shard's manifest is there.
+    /// Makes the save the latest one. The caller holds the root exclusively, and the manifests of all shards exist.
     fn publish(&self) -> Result<()> {
         let (engine, dir) = (self.dir.engine(), &self.dir);
         if let Some(latest) = LatestRecisSave::find(&self.root)?.filter(|latest| latest.name.seq() > self.name.seq()) {
@@ -231,8 +235,8 @@ impl RecisSave {
         write_atomically(engine, &self.root.join(LATEST_FILE), format!("{latest}\n").as_bytes())
     }
 
-    /// Give the shard's part up. A save of one shard is removed, unless `LATEST.blocks` names it already. A save of several shards stays
-    /// until a later save removes it: the others may have written theirs.
+    /// Abandons the shard's part. A save of one shard is removed, unless `LATEST.blocks` names it already. A save of
+    /// several shards stays until a later save removes it, because the others may have written their parts.
     pub fn abandon(self) -> Result<()> {
         let is_named =
             || Ok::<_, Error>(LatestRecisSave::find(&self.root)?.is_some_and(|latest| latest.name == self.name));
@@ -243,7 +247,7 @@ impl RecisSave {
     }
 }
 
-/// Make the directory `dir` of a new save in `root`.
+/// Creates the directory `dir` of a new save in `root`.
 fn create_save(
     dir: &CheckpointDirectory,
     root: &CheckpointDirectory,
@@ -256,7 +260,7 @@ fn create_save(
     write_atomically(dir.engine(), &dir.join(BEGUN_FILE), &render(&begun)?)
 }
 
-/// What the save in `dir`, which was begun, waits for; `None` where that cannot be told.
+/// Reads `begun.json` of the save in `dir`; returns `None` if it is missing or corrupted.
 fn read_begun(dir: &CheckpointDirectory) -> Result<Option<ParsedBegunRecord>> {
     if !dir.has(BEGUN_FILE)? {
         return Ok(None);
@@ -268,7 +272,8 @@ fn read_begun(dir: &CheckpointDirectory) -> Result<Option<ParsedBegunRecord>> {
     }
 }
 
-/// Remove the saves before `kept` that nobody writes or reads. Returns why some could not be removed.
+/// Removes the saves older than `kept` that no process writes or reads. Returns an error for each save that could not
+/// be removed.
 fn remove_older_saves(root: &CheckpointDirectory, kept: RecisSaveName) -> Vec<Error> {
     let remove = |name: RecisSaveName| {
         let dir = name.dir(root);

@@ -1,4 +1,5 @@
-//! One shard's part of a block-level save: its blocks into data files, then their checksums and the shard's manifest.
+//! One shard's part of a RecIS-format save: writes its blocks to data files, then their checksums and the shard's
+//! manifest.
 
 use super::layout::{RecisFileLayout, RecisTensor, TensorSpacing, whole_pages};
 use super::manifest::{RecisBlockEntry, RecisShardManifest, RecisTableShare, layout_of_file, tensors_of};
@@ -13,26 +14,27 @@ use crate::io::write_atomically;
 /// A block to write.
 #[derive(Clone, Debug)]
 pub struct RecisBlockSpec {
-    /// The table's name, or the tensor's.
+    /// Name of the table or of the dense tensor.
     pub name: String,
-    /// What of the table's rows it holds; `None` of a dense tensor.
+    /// Column of the table's rows that the block contains; `None` for a dense tensor.
     pub slot: Option<String>,
-    /// The type as safetensors names it.
+    /// Dtype by its safetensors name.
     pub dtype: String,
-    /// Its shape; of a table's block the rows come first.
+    /// Shape; the first dimension of a table's block is its number of rows.
     pub shape: Vec<u64>,
 }
 
 /// A table whose blocks are written.
 #[derive(Clone, Debug)]
 pub struct RecisWrittenTable {
-    /// What the manifest says of it.
+    /// Its entry in the manifest.
     pub share: RecisTableShare,
-    /// `[runs, buckets + 1]`: where in each run the rows of each bucket start, and the last ones end.
+    /// `[runs, buckets + 1]`: index in each run of the first row of each bucket, then the number of rows.
     pub starts: Vec<i64>,
 }
 
-/// The data files of a shard's blocks. Blocks go to `parallel` files in turn, and grow beside each other.
+/// The data files of a shard's blocks. Blocks are distributed round-robin over `parallel` files and filled
+/// concurrently.
 #[derive(Debug)]
 pub struct RecisShardWriter {
     parallel: u32,
@@ -46,9 +48,10 @@ fn input_error(message: String) -> Error {
 }
 
 impl RecisShardWriter {
-    /// Make the data files: `parallel` at most, written by as many threads.
+    /// Creates at most `parallel` data files, written by as many threads.
     ///
-    /// Errors: `Input` for a type that is not known, a shape that no file can hold, or two blocks of one name; `Storage`.
+    /// Errors: `Input` for an unknown dtype, a shape that no file can hold, or two blocks with the same name;
+    /// `Storage`.
     pub fn new(save: &RecisSave, parallel: u32, blocks: Vec<RecisBlockSpec>) -> Result<Self> {
         let parallel = parallel.max(1);
         let entry = |(number, block): (usize, RecisBlockSpec)| {
@@ -63,7 +66,7 @@ impl RecisShardWriter {
             let layout = layout_of_file(file, &entries, &tensors).map_err(input_error)?;
             let name = save.shard().data_file(file, parallel);
             if dir.has(&name)? {
-                // Of this shard, whose save was cut short.
+                // Left by an interrupted save of this shard.
                 dir.engine().remove_file(&dir.join(&name))?;
             }
             files.push(RecisFileSpec { name, header: layout.header.clone(), bytes: layout.bytes });
@@ -78,15 +81,16 @@ impl RecisShardWriter {
         Ok(Self { parallel, entries, tensors, writer })
     }
 
-    /// Add bytes to a block: see [`RecisBlockWriter::append`].
+    /// Appends bytes to a block. See [`RecisBlockWriter::append`].
     pub fn append(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
         self.writer.append(block, bytes, copy)
     }
 
-    /// Make the blocks durable, then write their checksums and the shard's manifest. The last shard publishes the save.
+    /// Makes the blocks durable, then writes their checksums and the shard's manifest. The last shard publishes the
+    /// save.
     ///
-    /// Errors: `State` where a block is not complete, or a newer save was completed meanwhile; `Mismatch` where the shards do not make
-    /// whole tables; `Input` where `tables` do not fit their buckets; `Storage`.
+    /// Errors: `State` if a block is incomplete, or a newer save was completed concurrently; `Mismatch` if the shards
+    /// do not make complete tables; `Input` if `tables` do not match their buckets; `Storage`.
     pub fn finish(
         self,
         save: &RecisSave,
@@ -102,7 +106,7 @@ impl RecisShardWriter {
     }
 }
 
-/// The tensors of the file of checksums: of each block those of its chunks, of each table where its buckets start.
+/// Returns the tensors of the checksum file: the chunk checksums of each block, and the bucket starts of each table.
 pub(crate) fn check_tensors(tensors: &[RecisTensor], tables: &[&RecisTableShare]) -> Result<Vec<RecisTensor>, String> {
     let chunks = |tensor: &RecisTensor| whole_pages(tensor.bytes).div_ceil(DENSE_CHUNK_BYTES as u64);
     let of_block =
@@ -114,7 +118,7 @@ pub(crate) fn check_tensors(tensors: &[RecisTensor], tables: &[&RecisTableShare]
     tensors.iter().map(of_block).chain(tables.iter().map(of_table)).collect()
 }
 
-/// Write the checksums of a shard's blocks, durably; the CRC-32C of the file.
+/// Writes the checksums of a shard's blocks durably. Returns the CRC-32C of the file.
 fn write_checks(
     save: &RecisSave,
     tensors: &[RecisTensor],

@@ -1,4 +1,4 @@
-//! Writes blocks that lie beside each other in files. They grow at the same time, each in its own order.
+//! Writes blocks that share files. Blocks grow concurrently, each sequentially.
 
 use std::sync::{Arc, Mutex};
 
@@ -10,30 +10,30 @@ use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoFile, IoOpenMode, PooledBuf};
 use crate::sync::lock;
 
-/// A file to be made.
+/// A file to create.
 #[derive(Clone, Debug)]
 pub struct RecisFileSpec {
-    /// Its name in the directory.
+    /// Name in the directory.
     pub name: String,
-    /// Its first bytes, whole pages.
+    /// First bytes of the file, in whole pages.
     pub header: Vec<u8>,
-    /// Its length, whole pages.
+    /// Length of the file, in whole pages.
     pub bytes: u64,
 }
 
-/// Where a block lies in a file. Zeros follow it up to the next multiple of [`ALIGNMENT`].
+/// Byte range of a block in a file. Zeros follow it up to the next multiple of [`ALIGNMENT`].
 #[derive(Clone, Copy, Debug)]
 pub struct RecisBlockRange {
-    /// Number of its file.
+    /// Index of the file.
     pub file: usize,
-    /// Its first byte there, a multiple of [`ALIGNMENT`].
+    /// Offset in the file, a multiple of [`ALIGNMENT`].
     pub start: u64,
-    /// Its length.
+    /// Length of the block.
     pub bytes: u64,
 }
 
-/// Writes blocks to files. In memory are a piece of 4 MiB for each block that is begun and not complete, and at most eight pieces that are
-/// being written.
+/// Writes blocks to files. In memory are a piece of 4 MiB per started and incomplete block, and at most eight pieces
+/// that are being written.
 #[derive(Debug)]
 pub struct RecisBlockWriter {
     files: Vec<Arc<dyn IoFile>>,
@@ -47,7 +47,7 @@ struct RecisOpenBlock {
     to: Arc<RecisBlockOutput>,
     bytes: u64,
     filled: u64,
-    /// The last piece, where it is not full.
+    /// The last piece, if it is not full.
     piece: Option<PooledBuf>,
 }
 
@@ -69,8 +69,8 @@ impl PieceTarget for RecisBlockOutput {
 }
 
 impl RecisBlockWriter {
-    /// Make the files, which do not exist yet, in `directory`, and start up to `threads` threads. `chunk_bytes` are under one checksum; they
-    /// must divide 4 MiB.
+    /// Creates the files, which must not exist, in `directory`, and starts up to `threads` threads. Each checksum
+    /// covers `chunk_bytes`, which must divide 4 MiB.
     pub fn new(
         directory: &CheckpointDirectory,
         files: &[RecisFileSpec],
@@ -97,7 +97,7 @@ impl RecisBlockWriter {
         let made = files.iter().map(|file| {
             let io =
                 directory.engine().open(&directory.join(&file.name), IoOpenMode::Create { preallocate: file.bytes })?;
-            // The length is set first, because writes that make a file longer wait for one another.
+            // The length is set first because writes that extend a file are serialized.
             io.set_len(file.bytes)?;
             let mut header = AlignedBuf::try_zeroed(file.header.len())?;
             header.copy_from_slice(&file.header);
@@ -121,10 +121,11 @@ impl RecisBlockWriter {
         })
     }
 
-    /// Add `bytes` to a block. `copy(at, into)` fills `into` with those from byte `at` on. Any thread may call this, for one block one after
-    /// the other.
+    /// Appends `bytes` to a block. `copy(at, into)` fills `into` with the bytes from offset `at`. Any thread may call
+    /// this, but calls for one block must not overlap.
     ///
-    /// Errors: `Storage` of this write or of an earlier one; `Memory`; `Input` past the block's end. After an error nothing can be finished.
+    /// Errors: `Storage` of this write or of an earlier one; `Memory`; `Input` past the block's end. After an error
+    /// nothing can be finished.
     pub fn append(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
         let result = self.fill(block, bytes, copy);
         result.inspect_err(|error| self.pool.fail(error))
@@ -162,9 +163,10 @@ impl RecisBlockWriter {
         Ok(())
     }
 
-    /// Sync all files, but not their names. Returns the CRC-32C of each chunk of each block, zeros up to a whole page included.
+    /// Syncs all files, but not their names. Returns the CRC-32C of each chunk of each block, including zeros up to a
+    /// whole page.
     ///
-    /// Errors: `State` where a block is not complete.
+    /// Errors: `State` if a block is incomplete.
     pub fn finish(mut self) -> Result<Vec<Vec<u32>>> {
         for block in &self.blocks {
             let block = lock(block);

@@ -1,4 +1,5 @@
-//! The dense part of a checkpoint: tensors and objects beside the tables, as bytes whose meaning the caller knows.
+//! The dense state of a checkpoint: tensors and objects outside the tables, stored as bytes that only the caller
+//! interprets.
 
 pub(crate) mod reader;
 pub(crate) mod verify;

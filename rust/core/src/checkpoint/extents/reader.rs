@@ -1,4 +1,4 @@
-//! Reads extents into the caller's memory and verifies them.
+//! Reads dense extents into the caller's memory and verifies them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -23,14 +23,14 @@ pub struct DenseReader {
     streams: Vec<DenseStream>,
     open: Mutex<HashMap<(usize, usize), Arc<DenseInputFile>>>,
     buffers: Arc<BufPool>,
-    /// The last chunk of which only a part was wanted. The next small extent often lies in the same chunk.
+    /// The last chunk that was read in part. The next small extent is often in the same chunk.
     last: Mutex<Option<DenseLastChunk>>,
 }
 
 #[derive(Debug)]
 struct DenseStream {
     files: Vec<DenseFile>,
-    /// Where each file starts in the stream, and where the stream ends.
+    /// Offset of each file in the stream, then the length of the stream.
     starts: Vec<u64>,
 }
 
@@ -42,17 +42,17 @@ struct DenseLastChunk {
     bytes: PooledBuf,
 }
 
-/// A part of a read that lies in one file.
+/// The part of a read that is in one file.
 struct DenseReadPiece<'a> {
     rank: usize,
     file: usize,
-    /// The range of bytes in the file.
+    /// Byte range in the file.
     range: Range<u64>,
     into: &'a mut [u8],
 }
 
 impl DenseReader {
-    /// Of the checkpoint in `dir`. `shares` are those of the ranks, by rank. They have been checked.
+    /// Opens the streams of the checkpoint in `dir`. `shares` has one entry per rank, in rank order, already checked.
     pub(crate) fn new<'a>(dir: &CheckpointDirectory, shares: impl Iterator<Item = Option<&'a DenseShare>>) -> Self {
         let streams = shares.map(|share| DenseStream::new(share.map_or_else(Vec::new, |share| share.files.clone())));
         Self {
@@ -64,15 +64,15 @@ impl DenseReader {
         }
     }
 
-    /// Bytes of each rank's stream.
+    /// Length of each rank's stream in bytes.
     pub fn stream_bytes(&self) -> Vec<u64> {
         self.streams.iter().map(DenseStream::bytes).collect()
     }
 
-    /// Read `extent`, or a part of one, of `rank`'s stream into `into`, which has the same length. At most four pieces of 4 MiB are in
-    /// memory.
+    /// Reads `extent`, or a part of one, of `rank`'s stream into `into`, which has the same length. At most four pieces
+    /// of 4 MiB are in memory.
     ///
-    /// Errors: `Corruption` with the file and the byte, also where the extent is not within the stream; `Storage`.
+    /// Errors: `Corruption` with file and byte offset, also if the extent is outside the stream; `Storage`.
     pub fn read(&self, rank: u32, extent: DenseExtent, into: &mut [u8]) -> Result<()> {
         let outside = || {
             let what = format!("the extent at {} of rank {rank}", extent.offset);
@@ -150,7 +150,7 @@ impl DenseStream {
         self.starts[self.files.len()]
     }
 
-    /// Divide a range of the stream by files, and within files into pieces of [`PIECE_BYTES`].
+    /// Splits a range of the stream at file boundaries, and within files into pieces of [`DENSE_PIECE_BYTES`].
     fn pieces<'a>(&self, rank: usize, range: Range<u64>, into: &'a mut [u8]) -> Vec<DenseReadPiece<'a>> {
         let mut file = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
         let (mut at, mut rest, mut pieces) = (range.start, into, Vec::new());
@@ -170,7 +170,7 @@ impl DenseStream {
     }
 }
 
-/// A file of extents whose length and checksums are checked.
+/// A dense data file whose length and checksum page are verified.
 #[derive(Debug)]
 struct DenseInputFile {
     path: PathBuf,
@@ -198,7 +198,7 @@ impl DenseInputFile {
         Ok(Self { path, io, data_bytes, checksums: page })
     }
 
-    /// Whether the chunks from byte `start` on, a multiple of a chunk, are as they were written.
+    /// Verifies the chunks at byte `start`, a multiple of the chunk size.
     fn verify(&self, start: u64, bytes: &[u8]) -> Result<()> {
         let first = (start / DENSE_CHUNK_BYTES as u64) as usize;
         let what = |len: usize| format!("the checksum of {len} bytes");

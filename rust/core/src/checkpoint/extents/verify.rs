@@ -1,12 +1,12 @@
-//! Bytes held against the checksums of their chunks.
+//! Verifies bytes against the checksums of their chunks.
 
 use std::path::Path;
 
 use crate::checkpoint::manifest::dense::DENSE_CHUNK_BYTES;
 use crate::error::{Error, Result};
 
-/// `Corruption` unless the CRC-32C of each chunk of `bytes` is the one in `checksums`. The bytes are those at `start` of the file `path`;
-/// `label` says what the checksum of a chunk of some length is called.
+/// Returns `Corruption` if the CRC-32C of a chunk of `bytes` differs from `checksums`. `bytes` are at offset `start` of
+/// the file `path`; `label` names the checksum of a chunk of a given length.
 pub(crate) fn verify_chunks(
     path: &Path,
     start: u64,

@@ -1,4 +1,4 @@
-//! Writes extents. The caller fills pieces; other threads compute their checksums and write them.
+//! Writes dense extents. The caller fills pieces; other threads compute their checksums and write them.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -14,23 +14,25 @@ use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoFile, IoOpenMode, PooledBuf};
 use crate::memory::can_start_threads;
 use crate::sync::lock;
 
-/// How many full pieces may wait for a thread.
+/// Maximum number of full pieces queued for the threads.
 pub(crate) const MAX_QUEUED_PIECES: usize = 3;
 
-/// Writes one rank's stream. At most eight pieces of 4 MiB are in memory: one is being filled, three wait, four are being written.
+/// Writes one rank's stream. At most eight pieces of 4 MiB are in memory: one being filled, three queued, four being
+/// written.
 #[derive(Debug)]
 pub struct DenseWriter {
     directory: CheckpointDirectory,
     rank: u32,
     world: u32,
-    /// The most bytes of the stream in one file.
+    /// Maximum bytes of the stream per file.
     file_bytes: u64,
-    /// How many bytes the caller expects to write. Room on disk is set aside for these; a wrong number does no other harm.
+    /// Number of bytes that the caller expects to write. Used only to preallocate disk space, so a wrong value is
+    /// harmless otherwise.
     expected_bytes: u64,
     buffers: Arc<BufPool>,
     pool: PieceWriterPool,
     files: Vec<Arc<DenseOutputFile>>,
-    /// The piece of the last file that is being filled; `None` where the next byte begins a file.
+    /// The piece of the last file that is being filled; `None` if the next byte starts a file.
     open: Option<DenseOpenPiece>,
     position: u64,
     extent_start: u64,
@@ -39,14 +41,14 @@ pub struct DenseWriter {
 #[derive(Debug)]
 struct DenseOpenPiece {
     piece: PooledBuf,
-    /// Bytes of the piece that are filled.
+    /// Number of bytes filled.
     filled: usize,
-    /// Where the piece starts in the file.
+    /// Offset of the piece in the file.
     at: u64,
 }
 
 impl DenseWriter {
-    /// A stream in `dir`, the directory of a checkpoint or of a part of one.
+    /// Creates a stream in `dir`, the directory of a checkpoint or of a checkpoint part.
     pub(crate) fn new(dir: &CheckpointDirectory, rank: u32, world: u32, expected_bytes: u64) -> Self {
         Self {
             directory: dir.subdirectory(DENSE_DIR),
@@ -63,21 +65,22 @@ impl DenseWriter {
         }
     }
 
-    /// Put at most `bytes` of the stream into a file, rounded up to a multiple of [`ALIGNMENT`]. The default, and the most, is 256 MiB.
+    /// Limits a file to `bytes` of the stream, rounded up to a multiple of [`ALIGNMENT`]. The default and maximum is
+    /// 256 MiB.
     #[must_use]
     pub fn with_file_bytes(mut self, bytes: u64) -> Self {
         self.file_bytes = bytes.clamp(1, DENSE_FILE_BYTES).next_multiple_of(ALIGNMENT as u64);
         self
     }
 
-    /// Add to the extent that is being written.
+    /// Appends to the extent that is being written.
     ///
     /// Errors: `Storage` of this write or of an earlier one; `Memory`. After an error the stream cannot be finished.
     pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         self.fill(bytes.len(), |at, into| into.copy_from_slice(&bytes[at..at + into.len()]))
     }
 
-    /// End the extent. The next one starts at the next multiple of [`ALIGNMENT`].
+    /// Ends the extent. The next one starts at the next multiple of [`ALIGNMENT`].
     pub fn end_extent(&mut self) -> Result<DenseExtent> {
         let extent = DenseExtent { offset: self.extent_start, bytes: self.position - self.extent_start };
         let pad = self.position.next_multiple_of(ALIGNMENT as u64) - self.position;
@@ -86,7 +89,7 @@ impl DenseWriter {
         Ok(extent)
     }
 
-    /// Make the stream durable.
+    /// Makes the stream durable.
     pub fn finish(mut self) -> Result<DenseShare> {
         self.end_extent()?;
         if let Some(open) = self.open.take() {
@@ -102,7 +105,7 @@ impl DenseWriter {
         Ok(DenseShare { files })
     }
 
-    /// Fill the next `bytes` of the stream. `copy(at, into)` fills `into` with those from byte `at` on.
+    /// Appends `bytes` to the stream. `copy(at, into)` fills `into` with the bytes from offset `at`.
     fn fill(&mut self, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
         let mut at = 0;
         while at < bytes {
@@ -124,7 +127,7 @@ impl DenseWriter {
         Ok(())
     }
 
-    /// Take out the piece into which the next byte goes.
+    /// Takes the piece that receives the next byte.
     fn take_open(&mut self) -> Result<DenseOpenPiece> {
         if let Some(open) = self.open.take() {
             return Ok(open);
@@ -133,12 +136,12 @@ impl DenseWriter {
         Ok(DenseOpenPiece { piece: self.buffers.take_at_least(DENSE_PIECE_BYTES)?, filled: 0, at: 0 })
     }
 
-    /// Bytes of the piece when it is full: a multiple of [`ALIGNMENT`].
+    /// Size of the piece when it is full: a multiple of [`ALIGNMENT`].
     fn piece_bytes(&self, open: &DenseOpenPiece) -> usize {
         (self.file_bytes - open.at).min(DENSE_PIECE_BYTES as u64) as usize
     }
 
-    /// Hand a full piece over.
+    /// Submits a full piece.
     fn submit_full_piece(&mut self, open: DenseOpenPiece) -> Result<()> {
         let at = open.at + open.filled as u64;
         self.submit_piece(open)?;
@@ -162,7 +165,7 @@ impl DenseWriter {
         let bytes = expected.next_multiple_of(ALIGNMENT as u64) + CHECKSUM_PAGE_BYTES as u64;
         let io = self.directory.engine().open(&path, IoOpenMode::Create { preallocate: bytes })?;
         if expected > DENSE_PIECE_BYTES as u64 {
-            // The length is set first, because writes that make a file longer wait for one another.
+            // The length is set first because writes that extend a file are serialized.
             io.set_len(bytes)?;
         }
         self.files.push(Arc::new(DenseOutputFile { io, state: Mutex::default() }));
@@ -170,7 +173,7 @@ impl DenseWriter {
     }
 
     fn submit_piece(&mut self, open: DenseOpenPiece) -> Result<()> {
-        // The piece is empty where the last file ends exactly where the stream ends.
+        // The piece is empty if the last file ends exactly where the stream ends.
         if open.filled == 0 {
             return Ok(());
         }
@@ -180,7 +183,7 @@ impl DenseWriter {
     }
 }
 
-/// A file that pieces are written to, in any order.
+/// A file whose pieces are written in any order.
 #[derive(Debug)]
 struct DenseOutputFile {
     io: Arc<dyn IoFile>,
@@ -190,9 +193,9 @@ struct DenseOutputFile {
 #[derive(Debug, Default)]
 struct DenseOutputState {
     checksums: Vec<u32>,
-    /// How many pieces were handed over and are not written yet.
+    /// Number of pieces submitted but not written yet.
     pending: usize,
-    /// How many bytes of the stream the file has, once no piece follows.
+    /// Number of stream bytes in the file, set after its last piece.
     data_bytes: Option<u64>,
     sealed: Option<DenseFile>,
 }
@@ -215,7 +218,7 @@ impl PieceTarget for DenseOutputFile {
 }
 
 impl DenseOutputFile {
-    /// Write the page of checksums and sync, if this was the last piece.
+    /// Writes the checksum page and syncs, if this was the last piece.
     fn seal_if_complete(&self) -> Result<()> {
         let mut state = lock(&self.state);
         let Some(data_bytes) = state.data_bytes.filter(|_| state.pending == 0 && state.sealed.is_none()) else {
@@ -226,7 +229,7 @@ impl DenseOutputFile {
         page[..checksums.len()].copy_from_slice(checksums);
         self.io.write_at(data_bytes, &page)?;
         let bytes = data_bytes + CHECKSUM_PAGE_BYTES as u64;
-        // The file was made with the length that was expected.
+        // The file was created with the expected length, which may be wrong.
         self.io.set_len(bytes)?;
         self.io.sync()?;
         state.sealed = Some(DenseFile { bytes, checksums_crc32c: crc32c::crc32c(&page) });
@@ -240,9 +243,9 @@ impl DenseOutputFile {
     }
 }
 
-/// What pieces are written to, in any order.
+/// Destination of pieces, which arrive in any order.
 pub(crate) trait PieceTarget: Send + Sync + std::fmt::Debug {
-    /// Write whole pages at `at`, and take their checksums.
+    /// Writes whole pages at `at` and records their checksums.
     fn write(&self, at: u64, data: &[u8]) -> Result<()>;
 }
 
@@ -260,7 +263,7 @@ impl PieceWriteTask {
     }
 }
 
-/// The threads that write pieces. Where there are none, the caller writes them.
+/// Threads that write pieces. Without threads the caller writes them.
 #[derive(Debug)]
 pub(crate) struct PieceWriterPool {
     send: Option<SyncSender<PieceWriteTask>>,
@@ -297,20 +300,20 @@ impl PieceWriterPool {
     pub(crate) fn run(&self, task: PieceWriteTask) -> Result<()> {
         self.check()?;
         match &self.send {
-            // This fails only when every thread has ended in a panic, which end() reports.
+            // Fails only if every thread has panicked, which `end()` reports.
             Some(send) => send.send(task).map_err(|_| Error::new(Kind::Storage, "the writing threads ended")),
             None => task.write(),
         }
     }
 
-    /// No piece follows in `file`, which has `data_bytes` of the stream.
+    /// Marks `file` as complete with `data_bytes` of the stream.
     fn seal(&self, file: &Arc<DenseOutputFile>, data_bytes: u64) -> Result<()> {
         lock(&file.state).data_bytes = Some(data_bytes);
         file.seal_if_complete()?;
         self.check()
     }
 
-    /// Wait until everything is written.
+    /// Waits until everything is written.
     pub(crate) fn end(&mut self) -> Result<()> {
         drop(self.send.take());
         for thread in self.threads.drain(..) {
@@ -324,7 +327,7 @@ impl PieceWriterPool {
 
 impl Drop for PieceWriterPool {
     fn drop(&mut self) {
-        // When the writer is gone nothing may be written any more, because its directory may be removed.
+        // Nothing may be written after the writer is dropped, because its directory may be removed.
         drop(self.send.take());
         for thread in self.threads.drain(..) {
             let _ = thread.join();

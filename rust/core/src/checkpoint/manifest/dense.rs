@@ -1,48 +1,48 @@
-//! The dense part of a checkpoint: bytes of any meaning (tensors, objects) as extents of one stream a rank.
+//! The dense state of a checkpoint: bytes of any meaning (tensors, objects) as extents of one stream per rank.
 //!
-//! A rank's stream is cut into files `dense/<rank>-of-<world>.<n>.extents`; an extent starts at a multiple of [`ALIGNMENT`] and may
-//! cross from file to file. A file is at most 256 MiB of the stream, a multiple of [`ALIGNMENT`], and then one page of that size:
-//! CRC-32C of each 256 KiB of it, little-endian, and zeros.
+//! A rank's stream is divided into files `dense/<rank>-of-<world>.<n>.extents`. An extent starts at a multiple of
+//! [`ALIGNMENT`] and may span several files. A file contains at most 256 MiB of the stream, a multiple of
+//! [`ALIGNMENT`], followed by one page of that size with the CRC-32C of each 256 KiB, little-endian, padded with zeros.
 //!
-//! The file `dense.json` says what the extents mean. The coordinator writes it, and its manifest has the file's checksum. The core does not
-//! look into it.
+//! The file `dense.json` describes the extents. The coordinator writes it, and its manifest contains the file's
+//! checksum. The Rust core does not interpret it.
 
 use serde::{Deserialize, Serialize};
 
 use super::digest::RankDigest;
 use crate::io::ALIGNMENT;
 
-/// How many bytes of a stream are under one checksum.
+/// Bytes of a stream per checksum.
 pub(crate) const DENSE_CHUNK_BYTES: usize = 256 << 10;
-/// The file, in the checkpoint's directory, that says what the extents mean.
+/// The file in the checkpoint's directory that describes the extents.
 pub(crate) const DENSE_FILE: &str = "dense.json";
-/// The directory of the extents' files in the checkpoint's.
+/// Subdirectory of the checkpoint that contains the dense data files.
 pub(crate) const DENSE_DIR: &str = "dense";
-/// Bytes of the page of checksums that ends a file.
+/// Size of the checksum page at the end of a file.
 pub(crate) const CHECKSUM_PAGE_BYTES: usize = ALIGNMENT;
-/// The most bytes of a stream in one file: as many chunks as the page has checksums for.
+/// Maximum bytes of a stream per file: one chunk per checksum that fits the page.
 pub(crate) const DENSE_FILE_BYTES: u64 = (CHECKSUM_PAGE_BYTES / 4 * DENSE_CHUNK_BYTES) as u64;
-/// How many bytes one request has: whole chunks.
+/// Size of one I/O request, in whole chunks.
 pub(crate) const DENSE_PIECE_BYTES: usize = 16 * DENSE_CHUNK_BYTES;
-/// How many threads write or read pieces.
+/// Number of threads that write or read pieces.
 pub(crate) const DENSE_THREADS: usize = 4;
 
 pub(crate) fn dense_data_file(rank: u32, world: u32, n: usize) -> String {
     format!("{rank}-of-{world}.{n}.extents")
 }
 
-/// A file of extents in a rank's manifest.
+/// Entry of a dense data file in a rank's manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct DenseFile {
-    /// Length of the file, its page of checksums included.
+    /// Length of the file, including its checksum page.
     pub(crate) bytes: u64,
-    /// CRC-32C of the page of checksums.
+    /// CRC-32C of the checksum page.
     pub(crate) checksums_crc32c: u32,
 }
 
 impl DenseFile {
-    /// Bytes of the stream that the file holds.
+    /// Bytes of the stream in the file.
     pub(crate) fn data_bytes(&self) -> u64 {
         self.bytes - CHECKSUM_PAGE_BYTES as u64
     }
@@ -56,7 +56,7 @@ pub struct DenseShare {
 }
 
 impl DenseShare {
-    /// Bytes of the stream.
+    /// Length of the stream in bytes.
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(DenseFile::data_bytes).sum()
     }
@@ -73,11 +73,11 @@ impl DenseShare {
     }
 }
 
-/// The dense part in the coordinator's manifest.
+/// The dense state in the coordinator's manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DenseEntry {
-    /// What identifies `dense.json`.
+    /// Length and checksum of `dense.json`.
     pub metadata: RankDigest,
     /// Bytes of all ranks' streams.
     pub bytes: u64,
@@ -86,8 +86,8 @@ pub struct DenseEntry {
 /// A part of a rank's stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DenseExtent {
-    /// Where it starts in the stream.
+    /// Offset in the stream.
     pub offset: u64,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u64,
 }

@@ -1,4 +1,4 @@
-//! Holds on a directory of checkpoints, and on the checkpoints in it, by saves, sweeps and loads.
+//! Locks that saves, removals and loads take on a directory of checkpoints and on the checkpoints in it.
 
 use std::fmt::Display;
 use std::thread::sleep;
@@ -8,11 +8,11 @@ use crate::checkpoint::directory::CheckpointDirectory;
 use crate::error::{Kind, Result};
 use crate::io::{DirLock, DirLockPurpose};
 
-/// How long a save or a load waits for another save, which holds what it needs for a few file operations.
+/// Time that a save or a load waits for another save, which holds the lock for a few file operations only.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Hold the directory of checkpoints for a few file operations. This is held while `LATEST` is compared with what it should name and then
-/// replaced, and while a directory in it is made or removed.
+/// Locks the directory of checkpoints for a few file operations: while `LATEST` is checked and replaced, and while a
+/// directory in it is created or removed.
 pub(crate) fn lock_root(root: &CheckpointDirectory) -> Result<DirLock> {
     let began = Instant::now();
     loop {
@@ -25,11 +25,13 @@ pub(crate) fn lock_root(root: &CheckpointDirectory) -> Result<DirLock> {
     }
 }
 
-/// Called now and then in work that takes long, for example between two looks at what another process holds. Its error ends that work.
+/// Called repeatedly during long work, for example between two attempts to take a lock. An error from it aborts that
+/// work.
 pub type WaitCallback<'a> = dyn FnMut() -> Result<()> + 'a;
 
-/// Hold the directory of block-level saves itself for a few file operations: a save holds it [`Hold::ToChange`], a load [`Hold::ToRead`].
-/// Others do so in moments, or as long as they remove an older save. They are asked every 5 ms, since an engine does not wait for a lock.
+/// Locks the root directory of RecIS-format saves for a few file operations: a save with [`DirLockPurpose::ToChange`],
+/// a load with [`DirLockPurpose::ToRead`]. Other processes hold it briefly, or while they remove an older save. The
+/// lock is retried every 5 ms, because an engine cannot wait for a lock.
 pub(crate) fn hold_recis_root(
     root: &CheckpointDirectory,
     mode: DirLockPurpose,
@@ -46,7 +48,8 @@ pub(crate) fn hold_recis_root(
     }
 }
 
-/// Hold the directory `dir` to remove it; `None` where it is read, or written by shards of a block-level save.
+/// Locks the directory `dir` for removal; returns `None` if it is being read, or written by shards of a RecIS-format
+/// save.
 pub(crate) fn hold_unread(dir: &CheckpointDirectory) -> Result<Option<DirLock>> {
     match dir.hold(DirLockPurpose::ToRemove) {
         Err(error) if error.kind() == Kind::InUse => Ok(None),
@@ -54,7 +57,8 @@ pub(crate) fn hold_unread(dir: &CheckpointDirectory) -> Result<Option<DirLock>> 
     }
 }
 
-/// Make the directory `name` in `root` and hold it. Sweeps wait meanwhile, so that they see no directory that is made and not yet held.
+/// Creates the directory `name` in `root` and locks it. Removals wait for this call, so that they never see a created
+/// but unlocked directory.
 pub(crate) fn make_held(root: &CheckpointDirectory, name: impl Display) -> Result<(CheckpointDirectory, DirLock)> {
     let dir = root.subdirectory(name);
     let _no_sweep = lock_root(root)?;
@@ -63,10 +67,10 @@ pub(crate) fn make_held(root: &CheckpointDirectory, name: impl Display) -> Resul
     Ok((dir, lock))
 }
 
-/// Hold the directory `dir` in `root` to remove it; `None` where a save writes it or a load reads it.
+/// Locks the directory `dir` in `root` for removal; returns `None` if a save writes it or a load reads it.
 pub(crate) fn hold_to_remove(root: &CheckpointDirectory, dir: &CheckpointDirectory) -> Result<Option<[DirLock; 2]>> {
     let _none_is_made = lock_root(root)?;
-    // This hold comes first, because the other one makes a file, and none is to be made in a checkpoint that stays.
+    // This lock is taken first because the other one creates a file, which must not happen in a checkpoint that stays.
     let Some(unread) = hold_unread(dir)? else { return Ok(None) };
     match dir.lock() {
         Err(error) if error.kind() == Kind::InUse => Ok(None),
@@ -74,14 +78,14 @@ pub(crate) fn hold_to_remove(root: &CheckpointDirectory, dir: &CheckpointDirecto
     }
 }
 
-/// Hold the checkpoint in `dir` while it is read, so that no save removes it.
+/// Locks the checkpoint in `dir` for reading, so that no save removes it.
 ///
-/// Errors: `InUse` where a save is removing it; `Storage` where it is gone.
+/// Errors: `InUse` if a save is removing it; `Storage` if it does not exist.
 pub(crate) fn hold_to_read(dir: &CheckpointDirectory) -> Result<DirLock> {
     let began = Instant::now();
     loop {
         match dir.hold(DirLockPurpose::ToRead) {
-            // A sweep holds the newest checkpoint for a moment, until it knows that it is the newest.
+            // A removal locks even the latest checkpoint briefly, until it has found that it is the latest.
             Err(error) if error.kind() == Kind::InUse && began.elapsed() < LOCK_TIMEOUT => {
                 sleep(Duration::from_millis(5));
             }

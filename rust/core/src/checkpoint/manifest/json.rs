@@ -1,4 +1,4 @@
-//! Manifests as JSON, and the seal by which a manifest carries its own checksum.
+//! Manifests as JSON, and the seal: the field with the manifest's own checksum.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -9,19 +9,20 @@ use super::digest::checksum;
 use super::names::{FORMAT, VERSION};
 use crate::error::{Error, Kind, Result};
 
-/// The fields that are read first, so that another version is reported as such, whatever else it holds.
+/// The fields that are read first, so that another version is reported as such, whatever its other fields are.
 #[derive(Deserialize)]
 struct ManifestHeader {
     format: String,
     version: serde_json::Value,
 }
 
-/// The error of a manifest that contradicts itself, another one, or what the format allows; `reason` says how.
+/// Returns the error for a manifest that contradicts itself, another one, or the format. `reason` states the
+/// contradiction.
 pub(crate) fn inconsistent(path: &Path, reason: impl Display) -> Error {
     Error::corruption(path, 0, "the manifest", "consistent", format!("not: {reason}"))
 }
 
-/// Parse a manifest. The error is `Unsupported` for another version, and `Corruption` for anything else that is no manifest.
+/// Parses a manifest. Returns `Unsupported` for another version, and `Corruption` for any other invalid manifest.
 pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> Result<T> {
     let damaged = |e: serde_json::Error| Error::corruption(path, 0, "the manifest", "valid", e).at(path);
     let head: ManifestHeader = serde_json::from_slice(bytes).map_err(damaged)?;
@@ -42,7 +43,7 @@ pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> 
     serde_json::from_slice(bytes).map_err(damaged)
 }
 
-/// A manifest as JSON.
+/// Serializes a manifest as JSON.
 pub(crate) fn render<T: Serialize>(manifest: &T) -> Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec_pretty(manifest)
         .map_err(|e| Error::new(Kind::Input, format!("cannot write the manifest as JSON: {e}")))?;
@@ -50,17 +51,17 @@ pub(crate) fn render<T: Serialize>(manifest: &T) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// How the last field of a sealed manifest begins. Its value is the checksum of the manifest without that field.
+/// Start of the last field of a sealed manifest. Its value is the checksum of the manifest without that field.
 const SEAL: &str = ",\n  \"xxh3\": ";
 const END: &str = "\n}\n";
 
-/// Add a rendered manifest's checksum to it as the last field.
+/// Appends the checksum of a rendered manifest as its last field.
 pub(crate) fn seal(rendered: &[u8]) -> Vec<u8> {
     let body = rendered.strip_suffix(END.as_bytes()).expect("what render() gives ends an object");
     [body, format!("{SEAL}{}{END}", checksum(rendered)).as_bytes()].concat()
 }
 
-/// Take the seal off again. The error is `Corruption` where any bit has changed.
+/// Removes and verifies the seal. Returns `Corruption` if any bit has changed.
 pub(crate) fn unseal(sealed: &[u8], path: &Path) -> Result<Vec<u8>> {
     let at = sealed.windows(SEAL.len()).rposition(|window| window == SEAL.as_bytes());
     let rendered = [&sealed[..at.unwrap_or(0)], END.as_bytes()].concat();
@@ -78,7 +79,7 @@ pub(crate) fn unseal(sealed: &[u8], path: &Path) -> Result<Vec<u8>> {
     Err(Error::corruption(path, at.unwrap_or(0) as u64, "the manifest's checksum", said, found))
 }
 
-/// Something as JSON with the seal of a manifest.
+/// Serializes a value as JSON with the seal of a manifest.
 pub(crate) fn seal_text<T: Serialize>(value: &T) -> Result<Vec<u8>> {
     Ok(seal(&render(value)?))
 }

@@ -1,4 +1,4 @@
-//! The names of checkpoints and of parts, and which checkpoint of a directory is the newest complete one.
+//! Names of checkpoints and checkpoint parts, and `LATEST`, which names the latest complete checkpoint of a directory.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,15 +7,15 @@ use crate::checkpoint::directory::CheckpointDirectory;
 use crate::error::{Error, Kind, Result};
 use crate::io::read_file;
 
-/// The file that names the newest complete checkpoint.
+/// The file that names the latest complete checkpoint.
 pub(crate) const LATEST_FILE: &str = "LATEST";
 
-/// The name of a checkpoint's directory: a number that grows with every save to the path, and a random part.
+/// Name of a checkpoint's directory: a sequence number that grows with every save to the path, and a random part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CheckpointName {
     /// Sequence number, from 1.
     pub seq: u64,
-    /// What tells saves with the same number apart.
+    /// Distinguishes saves with the same number.
     pub random: u64,
 }
 
@@ -38,7 +38,7 @@ impl FromStr for CheckpointName {
     }
 }
 
-/// The content of `LATEST`: the name of a checkpoint, whose manifest carries its own checksum.
+/// Contents of `LATEST`: the name of a checkpoint, whose manifest contains its own checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LatestCheckpoint {
     /// The checkpoint.
@@ -60,7 +60,7 @@ impl FromStr for LatestCheckpoint {
 }
 
 impl LatestCheckpoint {
-    /// Read `LATEST` in `directory`; `Kind::Path` when there is none, `Kind::Corruption` when it is damaged.
+    /// Reads `LATEST` in `directory`. Returns `Kind::Path` if it is missing and `Kind::Corruption` if it is invalid.
     pub fn read(directory: &CheckpointDirectory) -> Result<Self> {
         let path = directory.join(LATEST_FILE);
         if !directory.has(LATEST_FILE)? {
@@ -87,13 +87,13 @@ impl LatestCheckpoint {
         })
     }
 
-    /// As [`LatestCheckpoint::read`], with `None` where there is no checkpoint.
+    /// Like [`Self::read`], but returns `None` if there is no checkpoint.
     pub fn find(directory: &CheckpointDirectory) -> Result<Option<Self>> {
         if directory.has(LATEST_FILE)? { Self::read(directory).map(Some) } else { Ok(None) }
     }
 }
 
-/// The name of a part's directory: what tells parts apart, at random.
+/// Name of a checkpoint part's directory: a random number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PartName(pub u64);
 

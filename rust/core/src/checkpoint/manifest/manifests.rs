@@ -1,4 +1,4 @@
-//! The JSON manifests of a checkpoint, and the checks that they pass before anything they say is used.
+//! The JSON manifests of a checkpoint, and the checks that they pass before any of their values is used.
 
 use std::collections::BTreeSet;
 
@@ -16,24 +16,25 @@ use crate::ssd::SegmentSet;
 pub(crate) use super::json::{parse, render, seal, unseal};
 pub use super::spec::{OptimizerSpec, TableSpec};
 
-/// Manifests larger than this are refused before they are read.
+/// Larger manifests are rejected before they are read.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
-/// What a checkpoint holds, and how.
+/// Contents and format of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckpointKind {
     /// Every row.
     Full,
-    /// Rows modified since the parent, and tombstones of those that left the table.
+    /// Rows modified since the parent, and tombstones of rows removed since then.
     Delta,
-    /// Every row, for a restart of the same ranks: tables with an SSD tier are in it as the tier's segments.
+    /// Every row, for a restart of the same ranks: a table with an SSD tier is stored as the tier's segments.
     Linked,
-    /// Every row without optimizer slots, to be served. Weights may be stored in fewer bytes. Nothing is trained from it.
+    /// Every row without optimizer state, for serving. Weights may have a smaller dtype. Training cannot resume from
+    /// it.
     Serving,
 }
 
 impl CheckpointKind {
-    /// The name that manifests have for it.
+    /// Name in manifests.
     pub fn name(self) -> &'static str {
         match self {
             Self::Full => "full",
@@ -44,11 +45,11 @@ impl CheckpointKind {
     }
 }
 
-/// The checkpoint that a delta builds on.
+/// Identifies a checkpoint, such as the base of a delta.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CheckpointId {
-    /// Its directory.
+    /// Name of its directory.
     pub name: String,
     /// XXH3 of its manifest.
     pub manifest_xxh3: u64,
@@ -60,19 +61,19 @@ pub struct CheckpointId {
 pub struct TableEntry {
     /// The table.
     pub spec: TableSpec,
-    /// Rows of all ranks.
+    /// Number of rows of all ranks.
     pub rows: u64,
-    /// Tombstones of all ranks; 0 but in a delta.
+    /// Number of tombstones of all ranks; 0 except in a delta.
     pub tombstones: u64,
-    /// Rows of the table: `rows`, in a delta those not in it as well.
+    /// Number of rows of the table: `rows`, plus in a delta the rows that are only in its base checkpoints.
     pub total_rows: u64,
-    /// How many ids without a row have counts in this checkpoint. `None` where counts were not saved.
+    /// Number of pending ids with admission counts in this checkpoint. `None` if counts were not saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<u64>,
-    /// In a delta: the sweeps since the parent. Rows of the checkpoints that it builds on are gone where one of them takes them.
+    /// In a delta: the sweeps since the parent. Rows of the base checkpoints that match one of them are expired.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sweeps: Vec<ExpirySweep>,
-    /// When the table's steps were made, where that is known: of all ranks the greatest times.
+    /// Times of the table's steps, if known: the maximum over all ranks.
     #[serde(default, skip_serializing_if = "StepClock::is_empty")]
     pub clock: StepClock,
 }
@@ -87,19 +88,19 @@ pub struct CheckpointManifest {
     pub version: u32,
     /// The checkpoint's directory.
     pub name: String,
-    /// Its number.
+    /// Its sequence number.
     pub seq: u64,
-    /// When it was published, in milliseconds since 1970, by the clock of the machine that did.
+    /// Publication time in milliseconds since 1970, by the clock of the publishing machine.
     pub saved_unix_ms: u64,
-    /// What it holds.
+    /// Kind of the checkpoint.
     pub kind: CheckpointKind,
-    /// What a delta builds on; none of others.
+    /// The checkpoint on which a delta is based; `None` for other kinds.
     pub parent: Option<CheckpointId>,
-    /// The delta that this full checkpoint was merged from, with all before it; rows, steps and epochs are the same.
+    /// The latest delta of the chain that this full checkpoint was merged from. Rows, steps and epochs are the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merged: Option<CheckpointId>,
-    /// The checkpoint whose rows, merged with all before it, a serving checkpoint has. It lies in another directory. Deltas that build on it
-    /// are changes of this one too.
+    /// The checkpoint from which a serving checkpoint was made; it is in another directory. The serving checkpoint has
+    /// the merged rows of that chain. Deltas based on it can be applied to this checkpoint too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made_from: Option<CheckpointId>,
     /// Rows whose `modified_epoch` is at least this were modified after this checkpoint.
@@ -110,7 +111,7 @@ pub struct CheckpointManifest {
     pub ranks: Vec<RankDigest>,
     /// The tables, by (module, table).
     pub tables: Vec<TableEntry>,
-    /// Tensors and objects beside the tables.
+    /// Tensors and objects outside the tables.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dense: Option<DenseEntry>,
 }
@@ -131,30 +132,30 @@ pub(crate) struct DataFile {
     pub(crate) tombstones: u64,
     /// Length of the file.
     pub(crate) bytes: u64,
-    /// CRC-32C of the header, length field included.
+    /// CRC-32C of the header, including the length field.
     pub(crate) header_crc32c: u32,
     /// CRC-32C of the tensor `checksums`.
     pub(crate) checksums_crc32c: u32,
 }
 
-/// One rank's share of a table.
+/// One rank's shard of a table.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RankShare {
     pub(crate) spec: TableSpec,
-    /// The buckets that the rank owns.
+    /// First bucket that the rank owns; `bucket_end` is exclusive.
     pub(crate) bucket_begin: u32,
     pub(crate) bucket_end: u32,
-    /// Rows of the share; in a delta those not in it as well.
+    /// Number of rows of the shard, including in a delta the rows that are only in its base checkpoints.
     pub(crate) total_rows: u64,
     pub(crate) files: Vec<DataFile>,
-    /// The counts of ids that wait for rows, where they were saved.
+    /// Admission counts of pending ids, if they were saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) counts: Option<CountsShare>,
-    /// The sweeps of a delta, which all ranks have alike.
+    /// Sweeps of a delta, the same on all ranks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) sweeps: Vec<ExpirySweep>,
-    /// When the rank made the table's steps, where that is known.
+    /// Times of the table's steps on this rank, if known.
     #[serde(default, skip_serializing_if = "StepClock::is_empty")]
     pub(crate) clock: StepClock,
     /// In a linked checkpoint, instead of data files: the segments of an SSD tier.
@@ -162,11 +163,11 @@ pub(crate) struct RankShare {
     pub(crate) segments: Option<SegmentSet>,
 }
 
-/// The counts of ids that wait for rows, of one rank's share of a table.
+/// Admission counts of pending ids in one rank's shard of a table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct CountsShare {
-    /// Whether there are counts of clicks.
+    /// True if clicks are counted too.
     pub(crate) clicks: bool,
     /// The files. Their rows are ids.
     pub(crate) files: Vec<DataFile>,
@@ -209,7 +210,7 @@ impl RankShare {
             ));
         }
         for file in &self.files {
-            // This bounds what is read at once, whatever a manifest says.
+            // Bounds the size of one read for any manifest.
             let tombstones = file.tombstones > TOMBSTONES_PER_FILE as u64;
             if file.rows > u64::from(u32::MAX) || tombstones || file.bytes > MAX_COUNT {
                 return Err("a file's counts are out of range".into());
@@ -264,12 +265,12 @@ impl RankManifest {
 }
 
 impl CheckpointManifest {
-    /// As JSON.
+    /// Serializes the manifest.
     pub fn to_json(&self) -> Result<Vec<u8>> {
         render(self)
     }
 
-    /// Check all that can be checked without the ranks' manifests. The message says what is wrong.
+    /// Checks everything that does not need the ranks' manifests. The message describes the problem.
     pub(crate) fn check(&self, name: CheckpointName) -> Result<(), String> {
         if self.name != name.to_string() || self.seq != name.seq {
             return Err(format!("it belongs to {:?}, number {}", self.name, self.seq));
@@ -302,7 +303,8 @@ impl CheckpointManifest {
         Ok(())
     }
 
-    /// Whether a delta's rows and tombstones are changes of the tables of `parent`; the message says what does not fit.
+    /// Checks that a delta's rows and tombstones can be applied to the tables of `parent`. The message describes the
+    /// mismatch.
     pub(crate) fn check_fits_parent(&self, parent: &Self) -> Result<(), String> {
         if parent.kind == CheckpointKind::Linked {
             return Err("on a linked checkpoint, and a delta builds on a full checkpoint or a delta".into());
@@ -313,8 +315,8 @@ impl CheckpointManifest {
         self.check_changes(parent)
     }
 
-    /// Whether this delta is changes of the serving checkpoint `served`: whether it builds on what that was made from. The message says what does
-    /// not fit.
+    /// Checks that this delta can be applied to the serving checkpoint `served`: both must be based on the same
+    /// checkpoint. The message describes the mismatch.
     pub fn check_fits_served(&self, served: &Self) -> Result<(), String> {
         match (&self.parent, &served.made_from) {
             (Some(parent), Some(source)) if parent == source => self.check_changes(served),
@@ -325,12 +327,12 @@ impl CheckpointManifest {
         }
     }
 
-    /// Whether epochs and tables follow those of `before`, where weights may be stored in any precision.
+    /// Checks that epochs and tables follow those of `before`. The precision of weights may differ.
     fn check_changes(&self, before: &Self) -> Result<(), String> {
         if self.next_epoch < before.next_epoch {
             return Err(format!("of epochs up to {}, below its parent's {}", self.next_epoch, before.next_epoch));
         }
-        // Hyperparameters, seed, initializer and what ids without rows read may change as training goes on.
+        // Hyperparameters, seed, initializer and the values read for missing ids may change during training.
         let lasting = |TableEntry { spec, .. }: &TableEntry| {
             let TableSpec { module, table, key, dim, optimizer, total_num_buckets, .. } = spec.clone();
             (module, table, key, dim, optimizer.name, total_num_buckets)
@@ -353,8 +355,8 @@ impl CheckpointManifest {
 }
 
 impl TableEntry {
-    /// True if these changes of the table can lead from the rows of `before` to those that this entry says: each row is new or there before,
-    /// and without sweeps nothing leaves but what has a tombstone.
+    /// True if these changes can lead from the rows of `before` to this entry's row count: each row is new or was there
+    /// before, and without sweeps only rows with a tombstone are removed.
     fn can_follow(&self, before: &Self) -> bool {
         let most = before.total_rows.saturating_add(self.rows);
         let unswept = before.total_rows.saturating_sub(self.tombstones);
@@ -363,7 +365,7 @@ impl TableEntry {
     }
 }
 
-/// Bytes of all ranks' extents.
+/// Bytes of all ranks' dense extents.
 pub(crate) fn dense_bytes(ranks: &[RankManifest]) -> u64 {
     ranks.iter().filter_map(|manifest| manifest.dense.as_ref()).map(DenseShare::bytes).sum()
 }

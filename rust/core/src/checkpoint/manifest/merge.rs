@@ -1,4 +1,4 @@
-//! The tables of a checkpoint from the manifests of its ranks.
+//! Merges the ranks' manifests into the tables of a checkpoint.
 
 use std::collections::BTreeMap;
 
@@ -6,13 +6,13 @@ use super::dense::DenseShare;
 use super::manifests::{CheckpointKind, CheckpointManifest, RankManifest, RankShare, TableEntry, dense_bytes};
 use crate::lifecycle::StepClock;
 
-/// How many ids have counts in these shares; `None` where none of them has counts.
+/// Number of pending ids with counts in these shares; `None` if no share has counts.
 fn count_pending<'a>(shares: impl Iterator<Item = &'a RankShare>) -> Option<u64> {
     let counts = shares.filter_map(|share| share.counts.as_ref());
     counts.map(|counts| counts.files.iter().map(|file| file.rows).sum()).reduce(|a: u64, b| a + b)
 }
 
-/// The tables of all ranks together; the message says what does not fit.
+/// Merges the tables of all ranks. The message describes a mismatch.
 pub(crate) fn merge_tables(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<TableEntry>, String> {
     let mut tables: BTreeMap<(&str, &str), Vec<(usize, &RankShare)>> = BTreeMap::new();
     for (rank, manifest) in ranks.iter().enumerate() {
@@ -66,7 +66,8 @@ pub(crate) fn merge_tables(ranks: &[RankManifest], kind: CheckpointKind) -> Resu
 }
 
 impl CheckpointManifest {
-    /// Whether the ranks' manifests are of this checkpoint, agree with it, and together hold every bucket of every table once.
+    /// Checks that the ranks' manifests belong to this checkpoint, agree with it, and together contain every bucket of
+    /// every table once.
     pub(crate) fn check_ranks(&self, ranks: &[RankManifest]) -> Result<(), String> {
         for (rank, manifest) in ranks.iter().enumerate() {
             if manifest.name != self.name

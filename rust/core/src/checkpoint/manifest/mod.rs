@@ -1,4 +1,4 @@
-//! What a checkpoint says of itself: names, digests, manifests, and `LATEST`.
+//! Metadata of checkpoints: names, digests, manifests, and `LATEST`.
 
 pub(crate) mod dense;
 pub(crate) mod digest;

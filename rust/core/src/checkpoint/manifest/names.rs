@@ -1,21 +1,23 @@
-//! What every file of a checkpoint is called and says that it is, and the bounds that all of them keep.
+//! Names of the files of a checkpoint, the format's name and version, and limits that all files keep.
 
 use crate::paths::encode_name;
 
-/// What every manifest says it is.
+/// Format name in every manifest.
 pub const FORMAT: &str = "torchrec-embcache";
-/// The version of the format.
+/// Format version.
 pub const VERSION: u32 = 1;
-/// Bytes of a column under one checksum.
+/// Bytes of a column per checksum.
 pub const CHUNK_BYTES: usize = 16 << 10;
-/// Tombstones of a file at most.
+/// Maximum number of tombstones per file.
 pub(crate) const TOMBSTONES_PER_FILE: usize = 1 << 20;
-/// The coordinator's manifest, written when all ranks are done.
+/// The coordinator's manifest, written after all ranks have finished.
 pub(crate) const MANIFEST_FILE: &str = "manifest.json";
-/// A file in the directory of a checkpoint that a file elsewhere refers to, which it names. The checkpoint stays as long as it is there.
+/// A file in a checkpoint's directory that names a file elsewhere which refers to the checkpoint. The checkpoint is
+/// kept while it exists.
 pub const REFERENCE_FILE: &str = "REFERENCED_BY";
 
-/// The directory of a table in a checkpoint. Encoded names have no `+`, so that distinct tables have distinct directories.
+/// The directory of a table in a checkpoint. Encoded names contain no `+`, so that distinct tables have distinct
+/// directories.
 pub(crate) fn table_dir(module: &str, table: &str) -> String {
     format!("{}+{}", encode_name(module), encode_name(table))
 }
@@ -28,7 +30,7 @@ pub(crate) fn data_file(rank: u32, world: u32, n: usize) -> String {
     format!("{rank}-of-{world}.{n}.safetensors")
 }
 
-/// A file of the counts of ids that wait for rows.
+/// A file with admission counts of pending ids.
 pub(crate) fn counts_file(rank: u32, world: u32, n: usize) -> String {
     format!("{rank}-of-{world}.{n}.counts.safetensors")
 }

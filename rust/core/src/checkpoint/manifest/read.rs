@@ -1,4 +1,4 @@
-//! The manifests of a checkpoint on disk, read and held against what identifies them.
+//! Reads the manifests of a checkpoint and verifies them against their identities.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::checkpoint::directory::CheckpointDirectory;
 use crate::error::{Error, Result};
 use crate::io::{IoEngine, read_file};
 
-/// The coordinator's manifest of the checkpoint in `dir`, whose seal is checked, and what identifies it.
+/// Reads the coordinator's manifest of the checkpoint in `dir`, verifies its seal, and returns it with its identity.
 pub(crate) fn read_manifest(dir: &CheckpointDirectory) -> Result<(CheckpointManifest, CheckpointId)> {
     let path = dir.join(MANIFEST_FILE);
     let sealed = read_file(dir.engine(), &path, MAX_MANIFEST_BYTES)?;
@@ -18,7 +18,7 @@ pub(crate) fn read_manifest(dir: &CheckpointDirectory) -> Result<(CheckpointMani
     Ok((manifest, identity))
 }
 
-/// The ranks' manifests, checked against their digests.
+/// Reads the ranks' manifests and verifies them against their digests.
 pub(crate) fn read_ranks(dir: &CheckpointDirectory, digests: &[RankDigest]) -> Result<Vec<RankManifest>> {
     let world = digests.len() as u32;
     digests
@@ -31,7 +31,7 @@ pub(crate) fn read_ranks(dir: &CheckpointDirectory, digests: &[RankDigest]) -> R
         .collect()
 }
 
-/// The file at `path`, which must be the one that `digest` identifies.
+/// Reads the file at `path`, which must match `digest`.
 pub(crate) fn read_digested(engine: &dyn IoEngine, path: &Path, digest: &RankDigest) -> Result<Vec<u8>> {
     let bytes = read_file(engine, path, digest.bytes.min(MAX_MANIFEST_BYTES))?;
     let found = RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) };

@@ -1,4 +1,4 @@
-//! What a checkpoint says of a table as a whole.
+//! Metadata of an entire table in a checkpoint.
 
 use std::collections::BTreeMap;
 
@@ -10,11 +10,12 @@ use crate::lifecycle::OovRow;
 use crate::rows::{InitializerSpec, WeightPrecision};
 use crate::types::BucketMapper;
 
-/// Longest name of a module or table, in bytes.
+/// Maximum length of a module or table name in bytes.
 const MAX_NAME_BYTES: usize = 4096;
-/// The widest table.
+/// Maximum embedding width.
 const MAX_DIM: u32 = 65_536;
-/// More rows, ranks, files or training steps than this are damage, and sums of such numbers do not overflow.
+/// Larger numbers of rows, ranks, files or training steps are treated as corruption. Sums of valid numbers do not
+/// overflow.
 pub(crate) const MAX_COUNT: u64 = 1 << 56;
 
 /// An optimizer and its hyperparameters.
@@ -23,15 +24,15 @@ pub(crate) const MAX_COUNT: u64 = 1 << 56;
 pub struct OptimizerSpec {
     /// [`OptimizerKind::name`].
     pub name: String,
-    /// Finite numbers by name (`lr`, `eps`, …).
+    /// Finite values by name (`lr`, `eps`, …).
     pub hyperparameters: BTreeMap<String, f64>,
 }
 
-/// What a checkpoint says of a table as a whole: the same on every rank.
+/// Metadata of an entire table, the same on every rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TableSpec {
-    /// Path of the module in the model, wrappers' names left out.
+    /// Path of the module in the model, without the names of wrappers.
     pub module: String,
     /// Name of the table in the module.
     pub table: String,
@@ -39,31 +40,31 @@ pub struct TableSpec {
     pub key: u64,
     /// Width of the embedding.
     pub dim: u32,
-    /// Type of weights and slots, in safetensors' terms: `F32`, but in a serving checkpoint that of its precision.
+    /// Safetensors dtype of weights and slots: `F32`, or the dtype of the precision in a serving checkpoint.
     pub dtype: String,
     /// The optimizer.
     pub optimizer: OptimizerSpec,
-    /// Training steps so far.
+    /// Number of training steps.
     pub step: u64,
-    /// Seed of births.
+    /// Seed of the initializer.
     pub seed: u64,
-    /// How rows are born.
+    /// Initializer of new rows.
     pub initializer: InitializerSpec,
-    /// Buckets of the table.
+    /// Number of buckets of the table.
     pub total_num_buckets: u32,
-    /// The row that ids share which were refused one, where the table has such a row and it was saved.
+    /// The OOV row, if the table has one and it was saved.
     #[serde(default, rename = "oov_row", skip_serializing_if = "Option::is_none")]
     pub oov_row: Option<OovRow>,
-    /// The values that an evaluation reads for an id without a row.
+    /// Values that an evaluation reads for a missing id.
     pub missing_read: MissingRead,
-    /// In a serving checkpoint: how weights are stored. Rows have no optimizer slots then.
+    /// Precision of the weights in a serving checkpoint, whose rows have no optimizer slots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub precision: Option<WeightPrecision>,
 }
 
 impl TableSpec {
-    /// What a table's configuration says of it, and the table's shared row, where it has one. `module` is the path of its module in the
-    /// model.
+    /// Builds the metadata from a table's configuration and its OOV row, if it has one. `module` is the path of its
+    /// module in the model.
     pub fn new(
         module: &str,
         config: &TableConfig,
@@ -88,13 +89,13 @@ impl TableSpec {
         }
     }
 
-    /// The same table in a serving checkpoint.
+    /// Returns the metadata of the same table in a serving checkpoint.
     #[must_use]
     pub(crate) fn for_serving(self, precision: WeightPrecision) -> Self {
         Self { dtype: precision.dtype().to_owned(), precision: Some(precision), ..self }
     }
 
-    /// From its JSON, as a manifest has it; `Kind::Input` says what is missing, unknown or out of range.
+    /// Parses the JSON of a manifest. `Kind::Input` describes the field that is missing, unknown or out of range.
     pub fn from_json(text: &str) -> Result<Self> {
         let spec: Self = serde_json::from_str(text)
             .map_err(|e| Error::new(Kind::Input, format!("the description of a table is not one: {e}")))?;
@@ -102,7 +103,7 @@ impl TableSpec {
         Ok(spec)
     }
 
-    /// How ids fall into the table's buckets.
+    /// Mapping of ids to the table's buckets.
     pub fn bucketing(&self) -> BucketMapper {
         BucketMapper::new(self.total_num_buckets)
     }
@@ -112,8 +113,9 @@ impl TableSpec {
         OptimizerKind::from_name(&self.optimizer.name)
     }
 
-    /// Check that rows of this table can be loaded into a table configured as `config`: what a sound checkpoint may say, and that table
-    /// cannot take. Without `slots` they fit any optimizer. Every table of a load is asked before one of them changes.
+    /// Checks that rows of this table can be loaded into a table with the configuration `config`. This covers values
+    /// that are valid in a checkpoint but do not match that table. Without `slots`, rows fit any optimizer. A load
+    /// checks all tables before it changes one of them.
     ///
     /// Errors: `Mismatch`, which names the field.
     pub fn check_fits(&self, config: &TableConfig, slots: bool) -> Result<()> {
@@ -142,9 +144,10 @@ impl TableSpec {
         Ok(())
     }
 
-    /// Check that every number is within what the format can hold. A save refuses others, and a manifest that has them is damaged.
+    /// Checks that every value is within the format's limits. A save rejects other values, and a manifest with them is
+    /// corrupted.
     ///
-    /// Errors: `Input`; where a manifest is read, the reader makes `Corruption` of it.
+    /// Errors: `Input`; readers of a manifest convert it to `Corruption`.
     pub(crate) fn check(&self) -> Result<()> {
         let refuse = |what: String| {
             Err(Error::new(Kind::Input, format!("table {:?} of module {:?}: {what}", self.table, self.module)))

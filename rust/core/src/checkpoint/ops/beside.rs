@@ -1,4 +1,4 @@
-//! One rank's part of a save beside training. It writes the rows as they were when the save began.
+//! One rank's part of an asynchronous save, which writes the rows as of the start of the save.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -14,37 +14,37 @@ use crate::error::{Error, Kind, Result};
 
 pub use crate::process::work_in_background;
 
-/// The default memory, in bytes, for rows that training changes before they are written: see [`PreImages`].
+/// Default memory limit in bytes for copies of rows that training changes before they are written. See [`PreImages`].
 pub const PRE_IMAGE_BYTES: usize = 32 << 20;
 
-/// Settings of a save beside training.
+/// Options of an asynchronous save.
 #[derive(Clone, Copy, Debug)]
 pub struct AsyncSaveOptions {
-    /// The epoch of rows that are trained after the moment. The checkpoint is published with it.
+    /// Epoch of rows that are trained after the snapshot. The checkpoint is published with it.
     pub next_epoch: u32,
-    /// Memory for pre-images in bytes; see [`PRE_IMAGE_BYTES`].
+    /// Memory limit for copy-on-write row copies in bytes. See [`PRE_IMAGE_BYTES`].
     pub pre_image_bytes: usize,
-    /// The most bytes of rows that are written in a second; `None` for no limit.
+    /// Maximum bytes of rows written per second; `None` for no limit.
     pub bytes_per_second: Option<u64>,
-    /// Whether counts of ids that wait for rows are written.
+    /// If true, admission counts of pending ids are written.
     pub counts: bool,
 }
 
-/// A table that is to be saved.
+/// A table to save.
 #[derive(Clone, Debug)]
 pub struct AsyncSaveTable {
-    /// The path of its module in the model.
+    /// Path of its module in the model.
     pub module: String,
     /// The table.
     pub table: Table,
-    /// The hyperparameters of its optimizer.
+    /// Hyperparameters of its optimizer.
     pub hyperparameters: BTreeMap<String, f64>,
-    /// The checkpoint that the delta builds on; `None` in a full save.
+    /// Base checkpoint of the delta; `None` for a full save.
     pub base: Option<BaseCheckpoint>,
 }
 
-/// The tables of one rank as they were at one moment, and what writes them into the checkpoint. Once this is dropped the tables are held
-/// no more, and the next save removes what was written.
+/// A snapshot of one rank's tables, and the writer of its part of the checkpoint. Dropping it releases the snapshot;
+/// the next save removes files already written.
 #[derive(Debug)]
 pub struct RankSnapshot {
     writer: RankWriter,
@@ -54,10 +54,10 @@ pub struct RankSnapshot {
 }
 
 impl RankSnapshot {
-    /// Hold the rows that the tables have now, for the part of `rank` (of `world`) in the checkpoint `name` in `root`. No table may be
-    /// trained during this call.
+    /// Takes a snapshot of the tables, for the part of `rank` (of `world`) in the checkpoint `name` in `root`. No table
+    /// may be trained during this call.
     ///
-    /// Errors: those of [`Table::moment`]. After one no table is held.
+    /// Errors: as [`Table::snapshot`]. After an error no snapshot is held.
     pub fn begin(
         root: &CheckpointDirectory,
         name: CheckpointName,
@@ -80,13 +80,13 @@ impl RankSnapshot {
         Ok(Self { writer, tables, images, limiter: WriteRateLimiter::new(options.bytes_per_second) })
     }
 
-    /// Write the next table. Returns how many rows and tombstones it has, or `None` when no table was left.
+    /// Writes the next table. Returns its numbers of rows and tombstones, or `None` if no table is left.
     pub fn write_next(&mut self) -> Result<Option<(u64, u64)>> {
         let Some((module, moment, hyperparameters)) = self.tables.pop_front() else { return Ok(None) };
         self.writer.write_snapshot(&module, moment, hyperparameters, &mut self.limiter).map(Some)
     }
 
-    /// Make this rank's part durable when every table is written. The digest goes to the coordinator.
+    /// Makes this rank's part durable after every table is written. The caller sends the digest to the coordinator.
     pub fn finish(self) -> Result<RankDigest> {
         if let Some((_, moment, _)) = self.tables.front() {
             let message = format!("table {:?} is not written yet", moment.config().name);
@@ -97,29 +97,30 @@ impl RankSnapshot {
     }
 }
 
-/// Limits how many bytes are written in a second.
+/// Limits the number of bytes written per second.
 #[derive(Debug)]
 pub struct WriteRateLimiter {
     bytes_per_second: Option<u64>,
-    /// When the limit allows the next bytes.
+    /// Time at which the limit allows the next bytes.
     due: Instant,
 }
 
 impl WriteRateLimiter {
-    /// Where a slow disk has fallen behind the limit, later bytes are written faster, to make up for at most this much time.
+    /// If a slow disk has fallen behind the limit, later bytes are written faster, to make up for at most this much
+    /// time.
     const CREDIT: Duration = Duration::from_millis(200);
 
-    /// A limit in bytes a second; `None` for no limit.
+    /// Creates a limiter in bytes per second; `None` for no limit.
     pub fn new(bytes_per_second: Option<u64>) -> Self {
         Self { bytes_per_second, due: Instant::now() }
     }
 
-    /// Sleep until the limit allows more, after `bytes` were written.
+    /// Sleeps until the limit allows more, after `bytes` were written.
     pub(super) fn wait(&mut self, bytes: u64) {
         std::thread::sleep(self.delay_after(bytes, Instant::now()));
     }
 
-    /// How long to sleep at the time `now`, when `bytes` were just written.
+    /// Time to sleep at time `now`, when `bytes` were just written.
     fn delay_after(&mut self, bytes: u64, now: Instant) -> Duration {
         let Some(rate) = self.bytes_per_second else { return Duration::ZERO };
         let earliest = now.checked_sub(Self::CREDIT).unwrap_or(now);

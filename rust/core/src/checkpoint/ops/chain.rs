@@ -1,4 +1,4 @@
-//! A checkpoint with all that it builds on: a full one and the deltas after it, read as one. Of a row that several have, the newest counts.
+//! Reads a chain of checkpoints, a full one and the deltas based on it, as one. The latest version of a row counts.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -18,23 +18,24 @@ use crate::lifecycle::{BucketCounts, ExpirySweep, StepClock};
 use crate::memory;
 use crate::types::Id;
 
-/// About how many ids of deltas are held at once, at 16 bytes each at most. Where there are more, buckets are read part by part.
+/// Approximate number of delta ids in memory at once, at most 16 bytes each. Beyond this limit, buckets are read in
+/// several passes.
 const IDS_AT_ONCE: u64 = 2 << 20;
 
-/// A checkpoint and those it builds on, whose manifests are checked.
+/// A checkpoint and its base checkpoints, with checked manifests.
 #[derive(Clone, Debug)]
 pub struct CheckpointChain {
-    /// Newest first, the last one full.
+    /// Latest first; the last one is full.
     links: Arc<Vec<OpenCheckpoint>>,
     ids_at_once: u64,
 }
 
 impl CheckpointChain {
-    /// Read and check the manifests of the checkpoint that `latest` names in `root`, and of those it builds on. While the newest is held no save
-    /// removes any of them.
+    /// Reads and checks the manifests of the checkpoint that `latest` names in `root`, and of its base checkpoints.
+    /// While the latest is locked no save removes any of them.
     ///
-    /// Errors: those of [`Checkpoint::open`]; `Corruption` where one of them is missing, has changed since the next was built on it, or
-    /// does not fit the next.
+    /// Errors: as [`OpenCheckpoint::open`]; `Corruption` if a base checkpoint is missing, has changed since the next
+    /// was based on it, or does not match the next.
     pub fn open(root: &CheckpointDirectory, latest: LatestCheckpoint) -> Result<Self> {
         let mut links = vec![OpenCheckpoint::open(root, latest)?];
         while let Some(parent) = &links[links.len() - 1].manifest().parent {
@@ -45,49 +46,50 @@ impl CheckpointChain {
         Ok(Self { links: Arc::new(links), ids_at_once: IDS_AT_ONCE })
     }
 
-    /// Hold about so many ids of deltas at once, instead of 2 million. A single bucket is never divided.
+    /// Sets the approximate number of delta ids in memory at once. The default is 2 million. A single bucket is never
+    /// divided.
     #[must_use]
     pub fn with_ids_at_once(mut self, ids: u64) -> Self {
         self.ids_at_once = ids.max(1);
         self
     }
 
-    /// The manifest of the newest checkpoint, whose tables, settings and steps count.
+    /// Manifest of the latest checkpoint, which defines tables, settings and steps.
     pub fn manifest(&self) -> &CheckpointManifest {
         self.links[0].manifest()
     }
 
-    /// What a delta that builds on it names as its parent.
+    /// Identity that a delta based on this chain names as its parent.
     pub fn identity(&self) -> CheckpointId {
         self.links[0].identity()
     }
 
-    /// Names of the checkpoints, newest first.
+    /// Names of the checkpoints, latest first.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.links.iter().map(|link| link.manifest().name.as_str())
     }
 
-    /// The checkpoints, newest first.
+    /// The checkpoints, latest first.
     pub fn links(&self) -> &[OpenCheckpoint] {
         &self.links
     }
 
-    /// Let saves remove the checkpoints. Nothing more may be read of them.
+    /// Allows saves to remove the checkpoints. They must not be read after this call.
     pub fn release(&self) {
         self.links.iter().for_each(OpenCheckpoint::release);
     }
 
-    /// A table of the newest checkpoint. The error is `Mismatch` and lists the tables that it has.
+    /// Returns a table of the latest checkpoint. Returns `Mismatch`, which lists its tables, if there is no such table.
     pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
         self.links[0].table(module, table)
     }
 
-    /// The rank that had the whole of a table alone when the newest was saved, where there were several ranks.
+    /// The only rank that had rows of a table when the latest checkpoint was saved, if several ranks saved it.
     pub(crate) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
         self.links[0].only_rank(module, table)
     }
 
-    /// Check the headers and sizes of the files that hold rows of `buckets`, and get ready to read them.
+    /// Checks the headers and sizes of the files with rows of `buckets`, and returns a reader for them.
     pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<ChainReader> {
         let entry = self.table(module, table)?;
         let (spec, total_rows) = (entry.spec.clone(), entry.total_rows);
@@ -98,8 +100,8 @@ impl CheckpointChain {
     }
 }
 
-/// The checkpoint that `child` builds on. It is not held: for as long as a checkpoint is held, saves leave alone all that it builds on. Each hold
-/// is an open file, and a chain may be longer than a process may have open files.
+/// Opens the base of `child` without keeping a lock: while a checkpoint is locked, saves keep all its base checkpoints.
+/// Each lock is an open file, and a chain may be longer than the limit of open files.
 pub(crate) fn open_parent(
     root: &CheckpointDirectory,
     child: &OpenCheckpoint,
@@ -119,7 +121,7 @@ pub(crate) fn open_parent(
         let what = format!("the manifest of {}, which this delta builds on", named.name);
         return Err(damaged(&what, format!("{was:016x}"), format!("another, {is:016x}")));
     }
-    // What the parent was merged into is newer than a delta that was begun before. It is full, so that chains end all the same.
+    // A merged parent may be newer than a delta started before the merge. It is full, so every chain ends.
     if name.seq >= manifest.seq && parent.manifest().merged.is_none() {
         return Err(damaged("the number of its parent", format!("below {}", manifest.seq), name.seq.to_string()));
     }
@@ -130,87 +132,88 @@ pub(crate) fn open_parent(
     Ok(parent)
 }
 
-/// Reads the rows of some buckets of one table as of the newest checkpoint of a chain.
+/// Reads the rows of some buckets of one table as of the latest checkpoint of a chain.
 #[derive(Debug)]
 pub struct ChainReader {
     chain: CheckpointChain,
     spec: TableSpec,
     buckets: Range<u32>,
-    /// How many rows the table has, where this reads all of them.
+    /// Number of rows of the table, if this reads all of them.
     expected_rows: Option<u64>,
-    /// A reader for each checkpoint, newest first.
+    /// A reader per checkpoint, latest first.
     readers: Vec<TableReader>,
 }
 
 impl ChainReader {
-    /// Hand rows over without the optimizer's slots: of the checkpoint and of all that it builds on.
+    /// Omits the optimizer's slots from the rows of all checkpoints.
     #[must_use]
     pub fn without_slots(mut self) -> Self {
         self.readers = self.readers.into_iter().map(TableReader::without_slots).collect();
         self
     }
 
-    /// The table as it was saved.
+    /// Metadata of the table as it was saved.
     pub fn spec(&self) -> &TableSpec {
         &self.spec
     }
 
-    /// The buckets it reads.
+    /// The buckets that it reads.
     pub fn buckets(&self) -> &Range<u32> {
         &self.buckets
     }
 
-    /// Hand rows over in chunks, as headers and vectors.
+    /// Passes rows to `sink` in chunks, as headers and vectors.
     pub(crate) fn emit(&self, rows: PickedRows<'_>, sink: &mut RowSink<'_>) -> Result<()> {
         self.readers[0].emit(rows, sink)
     }
 
-    /// No fewer rows than [`ChainReader::read`] will hand over: without deltas exactly as many.
+    /// Upper bound of the number of rows that [`Self::read`] delivers, exact without deltas.
     pub fn max_rows(&self) -> u64 {
         self.readers.iter().map(TableReader::rows).sum()
     }
 
-    /// The most rows that [`ChainReader::read`] hands over from the oldest checkpoint. In a chain these are nearly all.
+    /// Maximum number of rows that [`Self::read`] delivers from the oldest checkpoint. In a chain these are nearly all.
     pub(crate) fn rows_of_oldest(&self) -> u64 {
         self.readers.last().map_or(0, TableReader::rows)
     }
 
-    /// Whether it hands slots over.
+    /// True if rows include slots.
     pub(crate) fn has_slots(&self) -> bool {
         self.readers[0].has_slots()
     }
 
-    /// Whether the rows can go into a table of this configuration; `Kind::Mismatch` names what differs.
+    /// Checks that the rows match a table of this configuration. `Kind::Mismatch` names the difference.
     pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
         self.readers[0].check_fits(config)
     }
 
-    /// Read every row of the buckets once, verify it, and hand it to `sink` in chunks of about 4 MiB. Returns how many rows there were.
+    /// Reads and verifies every row of the buckets once, and passes it to `sink` in chunks of about 4 MiB. Returns the
+    /// number of rows.
     ///
-    /// Errors: those of [`TableReader::read`]; `Corruption` where the newest manifest says another number of rows.
+    /// Errors: as [`TableReader::read`]; `Corruption` if the row count differs from the latest manifest.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<u64> {
         self.read_columns(&mut |rows| self.emit(rows, sink))
     }
 
-    /// Read and verify every row of the buckets, and the counts of ids that wait for rows. Returns how many rows there were.
+    /// Reads and verifies every row of the buckets and the admission counts. Returns the number of rows.
     ///
-    /// Errors: those of [`ChainReader::read`].
+    /// Errors: as [`Self::read`].
     pub fn verify(&self) -> Result<u64> {
         self.read_with_counts(&mut |_| Ok(()), &mut MergedCounts::default())
     }
 
-    /// Read as [`ChainReader::read`] does, and hand the rows over as columns.
+    /// Like [`Self::read`], but passes the rows as columns.
     pub fn read_columns(&self, sink: &mut ColumnSink<'_>) -> Result<u64> {
         self.read_all(sink, None)
     }
 
-    /// Read as [`ChainReader::read_columns`] does, and put the counts of the ids that wait for rows into `counts`.
+    /// Like [`Self::read_columns`], and also collects the admission counts in `counts`.
     pub(crate) fn read_with_counts(&self, sink: &mut ColumnSink<'_>, counts: &mut MergedCounts) -> Result<u64> {
         self.read_all(sink, Some(counts))
     }
 
-    /// Read as [`ChainReader::read`] does, and then hand the counts of the ids that wait for rows to `counts`, those of each bucket at once,
-    /// buckets rising. All of them are in memory then.
+    /// Like [`Self::read`], and then passes the admission counts to `counts`, one bucket per call, in ascending bucket
+    /// order. All counts are in memory at that point.
     pub fn read_rows_and_counts(
         &self,
         sink: &mut RowSink<'_>,
@@ -222,17 +225,17 @@ impl ChainReader {
         Ok(rows)
     }
 
-    /// Whether one of the checkpoints has counts of ids that wait for rows.
+    /// True if one of the checkpoints has admission counts.
     pub(crate) fn has_counts(&self) -> bool {
         self.readers.iter().any(TableReader::has_counts)
     }
 
-    /// When the steps up to the newest checkpoint were made, as far as it says.
+    /// Times of the steps up to the latest checkpoint, as far as recorded.
     pub(crate) fn clock(&self) -> Result<&StepClock> {
         Ok(&self.chain.links[0].table(&self.spec.module, &self.spec.table)?.clock)
     }
 
-    /// Whether one of the checkpoints has counts of clicks.
+    /// True if one of the checkpoints counts clicks.
     pub(crate) fn counts_clicks(&self) -> bool {
         self.readers.iter().any(TableReader::counts_clicks)
     }
@@ -275,14 +278,15 @@ impl ChainReader {
     }
 }
 
-/// Takes rows as columns.
+/// Consumes rows as columns.
 pub(crate) type ColumnSink<'a> = dyn FnMut(PickedRows<'_>) -> Result<()> + 'a;
 
-/// A set of ids from a file. Its hash is keyed, because somebody may have chosen the ids so that they collide.
+/// A set of ids from a file. Its hash is keyed, because ids may be chosen to collide.
 type KnownIds = HashSet<Id, IdHash>;
 
-/// Hand each row over once, as the newest checkpoint has it, unless a newer one has a tombstone of its id or a sweep that takes the row.
-/// `sweeps` are those of each checkpoint. Counts of an id are those of the newest checkpoint that has anything of it.
+/// Passes each row on once, in its latest version, unless a newer checkpoint has a tombstone of its id or a sweep that
+/// matches the row. `sweeps` has one entry per checkpoint. Counts of an id come from the latest checkpoint that
+/// contains the id.
 fn merge(
     (readers, sweeps): (&[TableReader], &[&[ExpirySweep]]),
     sink: &mut ColumnSink<'_>,
@@ -331,7 +335,8 @@ fn merge(
         }
         known.try_reserve(own.len()).map_err(refused)?;
         known.extend(own);
-        // An id with both a row and a tombstone in this checkpoint is back: the tombstone is for the checkpoints before.
+        // An id with both a row and a tombstone in this checkpoint was inserted again: the tombstone applies to the
+        // base checkpoints.
         reader.read_tombstones(&mut |ids| {
             known.try_reserve(ids.len()).map_err(refused)?;
             known.extend(ids);

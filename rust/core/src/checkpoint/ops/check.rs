@@ -1,4 +1,4 @@
-//! Whether a table can be loaded from a checkpoint, and in which way. No table is changed.
+//! Checks if and how a table can be loaded from a checkpoint. Changes no table.
 
 use std::ops::Range;
 
@@ -9,16 +9,16 @@ use crate::error::{Kind, Result};
 use crate::lifecycle::{BucketCounts, OovRow, StepClock};
 use crate::ssd::{LinkedSegments, StateCounters};
 
-/// Which columns of the rows a load takes.
+/// Columns of the rows that a load reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoadColumns {
     /// All. The table must have the checkpoint's optimizer.
     All,
-    /// All but the optimizer's slots, into a table with any optimizer.
+    /// All except the optimizer's slots, into a table with any optimizer.
     WithoutSlots,
 }
 
-/// Whether the caller can open a table from the segments of a linked checkpoint.
+/// States if the caller can open a table from the segments of a linked checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoadSegments {
     /// It can.
@@ -27,33 +27,32 @@ pub enum LoadSegments {
     Refuse,
 }
 
-/// Which table of a checkpoint is to be loaded, and how.
+/// A table of a checkpoint to load, and how.
 #[derive(Clone, Debug)]
 pub struct TableRequest<'a> {
-    /// The path of the table's module in the checkpoint.
+    /// Path of the table's module in the checkpoint.
     pub module: &'a str,
-    /// The table's name in the checkpoint.
+    /// Name of the table in the checkpoint.
     pub table: &'a str,
     /// The buckets that the rank owns.
     pub buckets: Range<u32>,
-    /// Which columns are wanted.
+    /// Columns to load.
     pub columns: LoadColumns,
-    /// Whether segments will do.
+    /// Support for segments.
     pub segments: LoadSegments,
 }
 
-/// How a table that was checked is loaded.
+/// Source from which a checked table is loaded.
 #[derive(Debug)]
 pub enum TableSource {
     /// Row by row, by [`ChainReader::load_with`].
     Rows(ChainReader),
-    /// By opening the table from segments, with these counters, these counts of ids that wait for rows, these times of its steps, and this
-    /// shared row.
+    /// By opening the table from segments, with these counters, admission counts, step times and OOV row.
     Segments(LinkedSegments, StateCounters, Vec<BucketCounts>, StepClock, Option<OovRow>),
 }
 
 impl TableSource {
-    /// No fewer rows than the table will have.
+    /// Upper bound of the number of rows that the table will have.
     pub fn max_rows(&self) -> u64 {
         match self {
             Self::Rows(reader) => reader.max_rows(),
@@ -63,11 +62,11 @@ impl TableSource {
 }
 
 impl CheckpointChain {
-    /// Check that the checkpoint has a table that fits `into`, that no batch uses the rows of `into`, and the headers of the files that
-    /// hold the rows of the buckets.
+    /// Checks that the checkpoint has a table that matches `into`, that no batch uses rows of `into`, and the headers
+    /// of the files with rows of the buckets.
     ///
-    /// Errors: `Mismatch` (no such table, another dim or optimizer, or segments that `into` cannot be opened from), `State` (rows in
-    /// use), `Corruption`, `Storage`.
+    /// Errors: `Mismatch` (no such table, another dim or optimizer, or segments that `into` cannot be opened from),
+    /// `State` (rows in use), `Corruption`, `Storage`.
     pub fn check_table(&self, into: &Table, request: &TableRequest<'_>) -> Result<TableSource> {
         self.refuse_serving("tables that are trained or evaluated by a model are loaded")?;
         let entry = self.table(request.module, request.table)?;
@@ -75,7 +74,7 @@ impl CheckpointChain {
         into.check_unused()?;
         let rows = || self.table_reader(request.module, request.table, request.buckets.clone());
         if request.columns == LoadColumns::WithoutSlots {
-            // Segments hold rows with their slots: these are read row by row.
+            // Segments contain rows with their slots, so the rows are read one by one.
             return Ok(TableSource::Rows(rows()?.without_slots()));
         }
         let newest = &self.links()[0];

@@ -11,8 +11,9 @@ use crate::error::Result;
 
 /// One rank's part of merging the chain that `LATEST` names.
 ///
-/// The coordinator tells all ranks what [`LatestCheckpoint::read`] gives, and begins a [`Save`](crate::checkpoint::Save) that merges it. Each rank
-/// writes its share of the buckets. Publishing makes the merged checkpoint the newest one, if that chain is still the newest.
+/// The coordinator sends the result of [`LatestCheckpoint::read`] to all ranks and starts a
+/// [`CheckpointSave`](crate::checkpoint::CheckpointSave) that merges it. Each rank writes its range of buckets.
+/// Publishing makes the merged checkpoint the latest one, if that chain is still the latest.
 #[derive(Debug)]
 pub struct ChainCompaction {
     chain: CheckpointChain,
@@ -21,8 +22,8 @@ pub struct ChainCompaction {
 }
 
 impl ChainCompaction {
-    /// Open the chain, or the linked checkpoint. The merged checkpoint is written to the same directory. `None` where it is a full checkpoint
-    /// already.
+    /// Opens the chain, or the linked checkpoint. The merged checkpoint is written to the same directory. Returns
+    /// `None` if it is already a full checkpoint.
     pub fn open(directory: &CheckpointDirectory, latest: LatestCheckpoint) -> Result<Option<Self>> {
         directory.check_to_save()?;
         let chain = CheckpointChain::open(directory, latest)?;
@@ -34,7 +35,7 @@ impl ChainCompaction {
         }))
     }
 
-    /// Leave the counts of ids that wait for rows out.
+    /// Omits the admission counts of pending ids.
     #[must_use]
     pub fn without_counts(mut self) -> Self {
         self.counts = false;
@@ -46,7 +47,8 @@ impl ChainCompaction {
         &self.chain
     }
 
-    /// Write the share of `rank` (of `world`) to the checkpoint `name`. `progress` is called with numbers of rows; its error ends the work.
+    /// Writes the buckets of `rank` (of `world`) to the checkpoint `name`. `progress` is called with numbers of rows;
+    /// an error from it aborts the work.
     pub fn write(
         &self,
         name: CheckpointName,

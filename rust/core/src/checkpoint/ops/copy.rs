@@ -1,4 +1,4 @@
-//! Copies a checkpoint, with all that it builds on, to another directory.
+//! Copies a checkpoint, with its base checkpoints, to another directory.
 
 use super::chain::CheckpointChain;
 use crate::checkpoint::directory::CheckpointDirectory;
@@ -12,21 +12,21 @@ use crate::checkpoint::rows::reader::OpenCheckpoint;
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, IoOpenMode, LOCK_FILE, copy_file, read_file, write_atomically};
 
-/// Bytes of a stream of extents that are read at a time.
+/// Bytes of a dense stream that are read at a time.
 const WINDOW_BYTES: u64 = 64 * DENSE_CHUNK_BYTES as u64;
 
-/// The result of a copy.
+/// Result of a copy.
 #[derive(Debug)]
 pub struct CheckpointCopyReport {
-    /// The checkpoints that were copied, oldest first. Those that were there already are left out.
+    /// The copied checkpoints, oldest first, without those that existed already.
     pub names: Vec<CheckpointName>,
     /// Bytes of their files.
     pub bytes: u64,
-    /// True if the copy is the newest checkpoint of the directory.
+    /// True if the copy is the latest checkpoint of the directory.
     pub is_newest: bool,
 }
 
-/// A checkpoint that is copied, and held until the copy is the newest one.
+/// A checkpoint that is copied, locked until the copy is the latest one.
 #[derive(Debug)]
 struct CheckpointCopy {
     name: CheckpointName,
@@ -35,14 +35,16 @@ struct CheckpointCopy {
     _lock: DirLock,
 }
 
-/// Copy a checkpoint and all that it builds on to another directory, byte for byte and under the same names. The index of a server is left
-/// out. What is there already is not copied again. Then every byte of the copy is held against its checksums, and the copy becomes the
-/// newest checkpoint there, unless one with a higher number is. After an error nothing of the copy stays.
+/// Copies a checkpoint and its base checkpoints to another directory, byte for byte and under the same names. Skips the
+/// serving index, and checkpoints that exist already. Then verifies every byte of the copy against its checksums, and
+/// makes the copy the latest checkpoint there, unless one with a higher number exists. After an error nothing of the
+/// copy remains.
 ///
-/// While `from` is held no save removes what is copied. No save to `to` removes the copy before it is the newest one.
+/// While `from` is locked no save removes the copied files. No save to `to` removes the copy before it is the latest
+/// one.
 ///
-/// Errors: `Corruption` of what is copied, `State` where `to` has another checkpoint of one of the names, `InUse` where another process
-/// copies the same checkpoint, `Storage`.
+/// Errors: `Corruption` of the source, `State` if `to` has another checkpoint of the same name, `InUse` if another
+/// process copies the same checkpoint, `Storage`.
 pub fn copy(from: &CheckpointChain, to: &CheckpointDirectory) -> Result<CheckpointCopyReport> {
     to.check_to_save()?;
     let mut copies = Vec::new();
@@ -50,7 +52,7 @@ pub fn copy(from: &CheckpointChain, to: &CheckpointDirectory) -> Result<Checkpoi
     match copied {
         Ok(is_newest) => {
             for copy in &copies {
-                // A sweep asks for the lock, and makes its file where it is missing.
+                // A removal takes the lock, and creates its file if it is missing.
                 let _ = copy.dir.engine().remove_file(&copy.dir.join(LOCK_FILE));
             }
             let bytes = copies.iter().map(|copy| copy.bytes).sum();
@@ -58,7 +60,7 @@ pub fn copy(from: &CheckpointChain, to: &CheckpointDirectory) -> Result<Checkpoi
         }
         Err(error) => {
             for copy in copies.iter().rev() {
-                // The next sweep removes what stays.
+                // The next removal deletes any leftovers.
                 let _ = copy.dir.remove();
             }
             Err(error)
@@ -78,7 +80,7 @@ fn copy_links(from: &CheckpointChain, to: &CheckpointDirectory, copies: &mut Vec
             return Err(Error::new(Kind::State, what).at(dir.path()));
         }
         if to.has(&name.to_string())? {
-            // What a copy or a save has left that ended before its end.
+            // Left by an interrupted copy or save.
             let Some(_unused) = hold_to_remove(to, &dir)? else {
                 let what = format!("{} is being written by another process: wait for its end", dir.path().display());
                 return Err(Error::new(Kind::InUse, what).at(dir.path()));
@@ -93,7 +95,7 @@ fn copy_links(from: &CheckpointChain, to: &CheckpointDirectory, copies: &mut Vec
     to.sync()
 }
 
-/// Copy the files of one checkpoint, its manifest last. Returns their bytes.
+/// Copies the files of one checkpoint, its manifest last. Returns their bytes.
 fn copy_files(link: &OpenCheckpoint, to: &CheckpointDirectory) -> Result<u64> {
     let (from, manifest) = (link.directory(), link.manifest());
     let world = manifest.ranks.len() as u32;
@@ -129,7 +131,8 @@ fn copy_files(link: &OpenCheckpoint, to: &CheckpointDirectory) -> Result<u64> {
     Ok(bytes + manifest.len() as u64)
 }
 
-/// Verify the copy and make it the newest checkpoint, unless one with a higher number is. Returns whether it is the newest.
+/// Verifies the copy and makes it the latest checkpoint, unless one with a higher number exists. Returns true if the
+/// copy is the latest.
 fn make_newest(from: &CheckpointChain, to: &CheckpointDirectory) -> Result<bool> {
     let latest = LatestCheckpoint { name: from.manifest().name.parse()? };
     let copy = CheckpointChain::open(to, latest)?;
@@ -137,7 +140,7 @@ fn make_newest(from: &CheckpointChain, to: &CheckpointDirectory) -> Result<bool>
     let _naming = lock_root(to)?;
     match LatestCheckpoint::find(to)? {
         Some(newest) if newest.name == latest.name => Ok(true),
-        // What the copy builds on is older, also where it was merged while the copied delta was written.
+        // Base checkpoints of the copy are older, even if merged while the copied delta was written.
         Some(newest) if newest.name.seq >= latest.name.seq && !builds_on(&copy, newest.name) => Ok(false),
         _ => {
             write_atomically(to.engine(), &to.join(LATEST_FILE), format!("{latest}\n").as_bytes())?;
@@ -150,7 +153,7 @@ fn builds_on(chain: &CheckpointChain, name: CheckpointName) -> bool {
     chain.links().iter().any(|link| link.manifest().name == name.to_string())
 }
 
-/// Read every byte of a checkpoint and of all that it builds on, and hold it against its checksums.
+/// Reads every byte of a checkpoint and its base checkpoints, and verifies it against its checksums.
 fn verify(chain: &CheckpointChain) -> Result<()> {
     for entry in &chain.manifest().tables {
         let spec = &entry.spec;

@@ -1,4 +1,4 @@
-//! What the checkpoints of a chain have of one id: when it got its row, when the row left, and why.
+//! History of one id in the checkpoints of a chain: when its row was inserted, and when and why it was removed.
 
 use super::chain::CheckpointChain;
 use crate::checkpoint::rows::reader::TableReader;
@@ -7,58 +7,58 @@ use crate::lifecycle::{BucketCounts, CountedId, ExpiryRule, ExpirySweep};
 use crate::rows::RowHeader;
 use crate::types::Id;
 
-/// What one checkpoint of a chain says of an id.
+/// The state of an id in one checkpoint of a chain.
 #[derive(Clone, Debug)]
 pub struct IdHistoryEntry {
-    /// The row, where this checkpoint has one: its header, and its weights `[D]`.
+    /// The row, if this checkpoint has one: its header, and its weights `[D]`.
     pub row: Option<(RowHeader, Vec<f32>)>,
-    /// Whether this delta says that the id left since its parent. If there is a row too, the id is back.
+    /// True if the row was removed since the parent of this delta. If there is a row too, the id was inserted again.
     pub has_tombstone: bool,
-    /// The count of the id, where this checkpoint has one.
+    /// The admission count of the id, if this checkpoint has one.
     pub count: Option<CountedId>,
-    /// The sweeps of this delta that take the row which the checkpoints before it have.
+    /// The sweeps of this delta that match the row of the base checkpoints.
     pub expired_by: Vec<IdExpiry>,
-    /// What the id is as of this checkpoint.
+    /// State of the id as of this checkpoint.
     pub state: IdState,
 }
 
-/// A sweep that took a row.
+/// A sweep that expired a row.
 #[derive(Clone, Debug, PartialEq)]
 pub struct IdExpiry {
-    /// Which of the sweeps of the delta it is.
+    /// Index of the sweep in the delta.
     pub sweep: usize,
-    /// What of its rule took the row.
+    /// The part of its rule that matched the row.
     pub rule: ExpiryRule,
-    /// The row's score after the sweep's step, where the rule looks at scores.
+    /// The row's score after the sweep's step, if the rule uses scores.
     pub score: Option<f32>,
 }
 
 impl IdExpiry {
-    /// The rule, as manifests have rules.
+    /// The rule as JSON, in the format of manifests.
     pub fn rule_json(&self) -> Result<String> {
         let text = serde_json::to_string(&self.rule);
         text.map_err(|error| Error::new(Kind::State, format!("a rule cannot be written down: {error}")))
     }
 }
 
-/// What an id is.
+/// State of an id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdState {
     /// It has no row and no count.
     Absent,
-    /// It waits for a row.
+    /// It is counted but has no row yet.
     Pending(CountedId),
     /// It has a row.
     HasRow,
 }
 
 impl CheckpointChain {
-    /// What each checkpoint of the chain says of an id of a table, newest first.
+    /// Returns the entry of each checkpoint of the chain for an id of a table, latest first.
     ///
-    /// Of files of rows and counts only the bucket of the id is read. Of a linked checkpoint the segments of the rank that has the bucket
-    /// are read as a whole.
+    /// Reads only the id's bucket of data files and count files. In a linked checkpoint, reads all segments of the rank
+    /// that owns the bucket.
     ///
-    /// Errors: `Mismatch` where there is no such table; those of [`TableReader::read`].
+    /// Errors: `Mismatch` if there is no such table; as [`TableReader::read`].
     pub fn id_history(&self, module: &str, table: &str, id: Id) -> Result<Vec<IdHistoryEntry>> {
         let bucket = self.table(module, table)?.spec.bucketing().of(id);
         let mut life = Vec::new();
@@ -76,7 +76,8 @@ impl CheckpointChain {
 
 type HistoryRow = (RowHeader, Vec<f32>);
 
-/// What one checkpoint has of an id by itself, and how many generations of its bucket have ended, where it has counts of the bucket.
+/// Reads the entry of one checkpoint for an id, and the generation of its bucket if the checkpoint has counts of the
+/// bucket.
 fn read_link(reader: &TableReader, id: Id) -> Result<(IdHistoryEntry, Option<u32>)> {
     let (mut row, mut has_tombstone, mut count, mut generation) = (None, false, None, None);
     reader.read_columns(&mut |rows| {
@@ -98,17 +99,18 @@ fn read_link(reader: &TableReader, id: Id) -> Result<(IdHistoryEntry, Option<u32
     Ok((IdHistoryEntry { row, has_tombstone, count, expired_by: Vec::new(), state: IdState::Absent }, generation))
 }
 
-/// What an id is as of the checkpoints that were read so far.
+/// State of an id as of the checkpoints that were read.
 struct IdHistoryState {
     state: IdState,
     /// Its row, if it has one.
     row: Option<HistoryRow>,
-    /// How many generations of its bucket had ended when it was counted, if it waits.
+    /// Generation of its bucket when it was counted, if it is pending.
     generation: u32,
 }
 
 impl IdHistoryState {
-    /// Go on to a checkpoint which has `own` of the id, and these sweeps. `generation`: how many generations of the bucket have ended in it.
+    /// Applies a checkpoint with its entry `own` for the id and its sweeps. `generation` is the bucket's generation in
+    /// it.
     fn apply(&mut self, own: IdHistoryEntry, sweeps: &[ExpirySweep], generation: Option<u32>) -> IdHistoryEntry {
         let row = self.row.take();
         let taken: Vec<IdExpiry> =

@@ -1,4 +1,4 @@
-//! Work on whole checkpoints: reading, merging and dividing chains of them, and saves beside training.
+//! Operations on entire checkpoints: reading, merging and resharding chains, and asynchronous saves.
 
 pub(crate) mod beside;
 pub(crate) mod chain;

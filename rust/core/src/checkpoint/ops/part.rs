@@ -1,8 +1,11 @@
-//! Saves whose ranks agree on nothing before the end. Each rank writes a part under a name of its own, and the coordinator takes it over.
+//! Saves whose ranks do not communicate before the end. Each rank writes a checkpoint part under its own name, and the
+//! coordinator adopts it.
 //!
-//! 1. Every rank makes a [`Part`] (or several), writes tables and extents, and calls [`Part::finish`]; names and digests go to the
-//!    coordinator. The rank keeps its parts until the save is over: while it holds them no other save sweeps them.
-//! 2. The coordinator calls [`Save::begin`], [`Save::adopt`] for each rank, and [`Save::publish`].
+//! 1. Every rank creates one or more [`CheckpointPart`]s, writes tables and dense extents, calls
+//!    [`CheckpointPart::finish`], and sends names and digests to the coordinator. The rank holds its parts until the
+//!    save has finished: while they are held no other save removes them.
+//! 2. The coordinator calls [`CheckpointSave::begin`], [`CheckpointSave::adopt`] for each rank, and
+//!    [`CheckpointSave::publish`].
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,14 +27,14 @@ use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, IoEngine, write_atomically};
 
-/// A part is written as the one rank of a world of its own.
+/// A part is written as the only rank of a world of size 1.
 const PART_RANK: u32 = 0;
 const PART_WORLD: u32 = 1;
 
-/// The file for pre-images that do not fit into [`PRE_IMAGE_BYTES`] of memory.
+/// The file for row copies that do not fit into [`PRE_IMAGE_BYTES`] of memory.
 const PRE_IMAGES: &str = "pre-images";
 
-/// A table at one moment, with the path of its module.
+/// A snapshot of a table, with the path of its module.
 #[derive(Debug)]
 struct PartTableSnapshot {
     module: String,
@@ -39,7 +42,8 @@ struct PartTableSnapshot {
     hyperparameters: BTreeMap<String, f64>,
 }
 
-/// What one rank writes. A part that is dropped and not adopted leaves a directory, which a later save removes.
+/// The files that one rank writes. A part that is dropped and not adopted leaves a directory, which a later save
+/// removes.
 #[derive(Debug)]
 pub struct CheckpointPart {
     directory: CheckpointDirectory,
@@ -47,12 +51,13 @@ pub struct CheckpointPart {
     writer: Option<RankWriter>,
     dense_writer: Option<DenseWriter>,
     snapshots: Vec<PartTableSnapshot>,
-    /// While this is held no save sweeps the part.
+    /// While this lock is held no save removes the part.
     _lock: DirLock,
 }
 
 impl CheckpointPart {
-    /// Make a part in `root`. `random` tells it from other parts. About `expected_bytes` of extents will be written.
+    /// Creates a part in `root`. `random` distinguishes parts. `expected_bytes` is the approximate length of the dense
+    /// stream.
     pub fn begin(root: &CheckpointDirectory, random: u64, expected_bytes: u64) -> Result<Self> {
         root.check_to_save()?;
         let name = PartName(random);
@@ -77,23 +82,23 @@ impl CheckpointPart {
         self
     }
 
-    /// Its name, for [`Save::adopt`].
+    /// Name of the part, for [`CheckpointSave::adopt`].
     pub fn name(&self) -> PartName {
         self.name
     }
 
-    /// Where tables are written.
+    /// Writer of the part's tables.
     pub fn rank_writer(&mut self) -> Result<&mut RankWriter> {
         self.writer.as_mut().ok_or_else(part_finished_error)
     }
 
-    /// Where extents are written.
+    /// Writer of the part's dense extents.
     pub fn dense_writer(&mut self) -> Result<&mut DenseWriter> {
         self.dense_writer.as_mut().ok_or_else(part_finished_error)
     }
 
-    /// Hold the rows of tables as of now. Rows that are trained from now on carry `next_epoch`. Each table comes with the path of its module
-    /// and its hyperparameters.
+    /// Takes a snapshot of tables. Rows trained after this call have `next_epoch`. Each table is passed with the path
+    /// of its module and its hyperparameters.
     pub fn snapshot_tables(
         &mut self,
         tables: Vec<(String, &Table, BTreeMap<String, f64>)>,
@@ -108,7 +113,7 @@ impl CheckpointPart {
         Ok(())
     }
 
-    /// Write the tables that are held, while training goes on. Returns how many rows they have.
+    /// Writes the snapshots of tables while training continues. Returns the number of rows.
     pub fn write_snapshots(&mut self) -> Result<u64> {
         let writer = self.writer.as_mut().ok_or_else(part_finished_error)?;
         let mut rows = 0;
@@ -118,16 +123,16 @@ impl CheckpointPart {
         Ok(rows)
     }
 
-    /// Make everything durable.
+    /// Makes everything durable.
     pub fn finish(&mut self) -> Result<RankDigest> {
         let (mut writer, extents) = self.writer.take().zip(self.dense_writer.take()).ok_or_else(part_finished_error)?;
         writer.set_dense(extents.finish()?);
         writer.finish()
     }
 
-    /// Give it up and remove what it wrote.
+    /// Cancels the part and removes its files.
     pub fn abandon(mut self) -> Result<()> {
-        // Dropping the writers waits for their threads, so that nothing is written there any more.
+        // Dropping the writers waits for their threads, so that nothing is written afterwards.
         drop((self.writer.take(), self.dense_writer.take(), std::mem::take(&mut self.snapshots)));
         self.directory.remove()
     }
@@ -138,15 +143,17 @@ fn part_finished_error() -> Error {
 }
 
 impl CheckpointSave {
-    /// A handle on the directory of parts that other processes made: this save's own where its path is the same.
+    /// Opens the directory of parts that other processes created. Returns this save's own directory if the path is the
+    /// same.
     ///
-    /// Errors: `Path` or `Permission` where it is not as it was when a part was made in it, for example where a link is in its place.
+    /// Errors: `Path` or `Permission` if the directory has changed since a part was created in it, for example if it
+    /// was replaced by a link.
     pub fn directory_of_parts(&self, path: &Path) -> Result<CheckpointDirectory> {
         if path == self.root().path() { Ok(self.root().clone()) } else { self.root().reopen_to_save(path) }
     }
 
-    /// Take over what `rank` of `world` wrote: any number of parts, of which one at most has extents. Each comes with the directory that it
-    /// was made in, which must be on the file system of this checkpoint.
+    /// Adopts the parts that `rank` of `world` wrote. At most one of them has dense extents. Each is passed with the
+    /// directory in which it was created, which must be on the file system of this checkpoint.
     pub fn adopt(
         &self,
         rank: u32,
@@ -185,14 +192,14 @@ impl CheckpointSave {
         let bytes = render(&adopted)?;
         write_atomically(dir.engine(), &dir.join(rank_file(rank, world)), &bytes)?;
         for (root, name, _) in parts {
-            // A later save removes what stays.
+            // A later save removes any leftovers.
             let _ = root.subdirectory(name).remove();
         }
         Ok(RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
     }
 }
 
-/// Rename files into another directory, which is made, and make the new names durable.
+/// Renames files into another directory, which is created, and makes the new names durable.
 fn move_files(
     engine: &dyn IoEngine,
     from: &Path,

@@ -1,4 +1,4 @@
-//! Writes a checkpoint again, divided between another number of ranks.
+//! Rewrites a checkpoint for another number of ranks.
 
 use super::chain::CheckpointChain;
 use crate::checkpoint::directory::CheckpointDirectory;
@@ -6,21 +6,22 @@ use crate::checkpoint::publish::save::{CheckpointSave, PublishedCheckpoint};
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
 
-/// The buckets of `rank` of `world`. Shares differ by one bucket at most, and the first ranks have the larger ones.
+/// The buckets of `rank` of `world`. Ranks differ by at most one bucket, and the first ranks have more.
 pub(crate) fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u32> {
     let (each, more) = (buckets / world, buckets % world);
     let start = |rank: u32| rank * each + rank.min(more);
     start(rank)..start(rank + 1)
 }
 
-/// Write the rows of `from` to another directory, as `world` ranks would have saved them. Deltas are merged. A table that
-/// one rank of several had alone stays with one rank; every other table is divided by buckets. Epochs, steps and settings are kept.
+/// Writes the rows of `from` to another directory, as `world` ranks would have saved them. Merges deltas. A table that
+/// only one of several ranks owned stays on one rank; every other table is sharded by buckets. Keeps epochs, steps and
+/// settings.
 ///
-/// Any number of ranks can load any checkpoint. Where it is divided as they are, each rank reads whole files.
+/// Any number of ranks can load any checkpoint. If it is sharded as they are, each rank reads complete files.
 ///
-/// `counts`: whether the counts of ids that wait for rows are written too.
+/// If `counts` is true, admission counts of pending ids are written too.
 ///
-/// Errors: `Input` (no rank, or more ranks than a divided table has buckets), `Corruption` of what is read, `Storage`.
+/// Errors: `Input` (no rank, or more ranks than a sharded table has buckets), `Corruption` of the source, `Storage`.
 pub fn reshard(
     from: &CheckpointChain,
     to: &CheckpointDirectory,
@@ -59,7 +60,7 @@ pub fn reshard(
     let digests = match written.collect::<Result<Vec<_>>>() {
         Ok(digests) => digests,
         Err(error) => {
-            // The next save removes what stays.
+            // The next save removes any leftovers.
             let _ = save.abandon();
             return Err(error);
         }

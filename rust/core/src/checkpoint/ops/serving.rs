@@ -1,4 +1,4 @@
-//! Writes a checkpoint again for servers: without optimizer slots, and with weights in as many bytes as asked for.
+//! Rewrites a checkpoint for serving: without optimizer slots, and with weights in the requested precision.
 
 use super::chain::CheckpointChain;
 use crate::checkpoint::directory::CheckpointDirectory;
@@ -9,12 +9,13 @@ use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
 use crate::rows::WeightPrecision;
 
-/// Write the rows of `from`, deltas merged, to another directory as a serving checkpoint. It says which checkpoint it was made from, so that a
-/// server knows which deltas are changes of it. Epochs, steps and settings are kept; optimizer slots, counts of ids that wait for rows and the
-/// times of steps are left out. `keep` as in [`SaveOptions`]. `progress` is called with numbers of rows; its error ends the work.
+/// Writes the rows of `from`, with deltas merged, to another directory as a serving checkpoint. It records the
+/// checkpoint from which it was made, so that a server can find the deltas based on it. Keeps epochs, steps and
+/// settings; omits optimizer slots, admission counts and step times. `keep` is as in [`SaveOptions`]. `progress` is
+/// called with numbers of rows; an error from it aborts the work.
 ///
-/// Errors: `Input` where the precision cannot hold a row, `Unsupported` where `from` is a serving checkpoint, `Corruption` of what is read,
-/// `Storage`.
+/// Errors: `Input` if the precision cannot represent a row, `Unsupported` if `from` is a serving checkpoint,
+/// `Corruption` of the source, `Storage`.
 pub fn make_for_serving(
     from: &CheckpointChain,
     to: &CheckpointDirectory,
@@ -37,7 +38,7 @@ pub fn make_for_serving(
     match write() {
         Ok(digest) => save.publish(&[digest], from.manifest().next_epoch),
         Err(error) => {
-            // The next save removes what stays.
+            // The next save removes any leftovers.
             let _ = save.abandon();
             Err(error)
         }
@@ -45,14 +46,14 @@ pub fn make_for_serving(
 }
 
 impl CheckpointChain {
-    /// `Unsupported` where this is a serving checkpoint, from which `action` cannot be done.
+    /// Returns `Unsupported` if this is a serving checkpoint, which does not support `action`.
     pub fn refuse_serving(&self, action: &str) -> Result<()> {
         self.links()[0].refuse_serving(action)
     }
 }
 
 impl OpenCheckpoint {
-    /// `Unsupported` where this is a serving checkpoint, from which `action` cannot be done.
+    /// Returns `Unsupported` if this is a serving checkpoint, which does not support the action `what`.
     pub(crate) fn refuse_serving(&self, what: &str) -> Result<()> {
         let manifest = self.manifest();
         let (CheckpointKind::Serving, Some(source)) = (manifest.kind, &manifest.made_from) else { return Ok(()) };

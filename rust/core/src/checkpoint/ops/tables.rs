@@ -17,24 +17,24 @@ use crate::rows::{RowHeader, WeightPrecision};
 use crate::ssd::LinkedBytes;
 use crate::types::Id;
 
-/// How many rows of a table are copied at a time.
+/// Number of rows of a table that are copied at a time.
 const CHUNK_ROWS: usize = 1024;
-/// How many bytes of modified rows are read at a time, one row at least.
+/// Bytes of modified rows that are read at a time, at least one row.
 const MODIFIED_CHUNK_BYTES: usize = 512 << 10;
-/// Rows of a moment are copied in chunks of at most so many bytes, or of one row where a row is larger. A training step waits for one
-/// chunk at most.
+/// Maximum chunk size when copying rows of a snapshot; a larger row is a chunk on its own. A training step waits for at
+/// most one chunk.
 const SNAPSHOT_CHUNK_BYTES: usize = 256 << 10;
 
-/// What a linked checkpoint has of a table.
+/// Contents of a table in a linked checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkedTable {
-    /// How many rows it has.
+    /// Number of rows.
     pub rows: u64,
-    /// How many bytes of its segments were linked, and how many were copied.
+    /// Bytes of its segments that were linked, and bytes that were copied.
     pub bytes: LinkedBytes,
 }
 
-/// Every row of a table, as of now.
+/// Every current row of a table.
 struct TableRows<'a>(&'a Table);
 
 impl RowSource for TableRows<'_> {
@@ -47,7 +47,7 @@ impl RowSource for TableRows<'_> {
     }
 }
 
-/// The rows of a table modified in an epoch or later, as of now.
+/// The current rows of a table that were modified in epoch `since` or later.
 struct ModifiedTableRows<'a> {
     table: &'a Table,
     since: u32,
@@ -65,7 +65,7 @@ impl RowSource for ModifiedTableRows<'_> {
     }
 }
 
-/// `State` where the table has left `step`, so that the rows that were written are of several steps.
+/// Returns `State` if the table is past `step`, so that the written rows are of several steps.
 fn check_not_trained(table: &Table, step: u64) -> Result<()> {
     if table.step()? == step {
         return Ok(());
@@ -77,9 +77,10 @@ fn check_not_trained(table: &Table, step: u64) -> Result<()> {
 }
 
 impl RankWriter {
-    /// Write every row of a table as of now. Returns how many rows there were. `module` is the path of the table's module in the model.
+    /// Writes every current row of a table. Returns the number of rows. `module` is the path of the table's module in
+    /// the model.
     ///
-    /// Errors: those of [`RankWriter::write_table`]; `State` when the table is trained or changed meanwhile.
+    /// Errors: as [`Self::write_table`]; `State` if the table is trained or changed concurrently.
     pub fn write_rows_of(
         &mut self,
         module: &str,
@@ -96,7 +97,8 @@ impl RankWriter {
         Ok(rows)
     }
 
-    /// Write the counts of the ids that wait for rows, as of now; with `since` those of the ids that were counted in that epoch or later.
+    /// Writes the current admission counts of pending ids; with `since`, only of ids that were counted in that epoch or
+    /// later.
     fn write_counts_of(&mut self, table: &Table, since: Option<u32>) -> Result<()> {
         let Some(generations) = table.generations()? else { return Ok(()) };
         self.write_counts(CountsSource {
@@ -106,8 +108,8 @@ impl RankWriter {
         })
     }
 
-    /// Write the rows of a chain of checkpoints, and the counts of the ids that wait for rows. `progress` is called with numbers of rows; its
-    /// error ends the work.
+    /// Writes the rows and admission counts of a chain of checkpoints. `progress` is called with numbers of rows; an
+    /// error from it aborts the work.
     pub(super) fn write_chain(
         &mut self,
         chain: &ChainReader,
@@ -133,7 +135,8 @@ impl RankWriter {
         })
     }
 
-    /// Write the rows of a chain of checkpoints into a serving checkpoint. `progress` is called with numbers of rows; its error ends the work.
+    /// Writes the rows of a chain of checkpoints into a serving checkpoint. `progress` is called with numbers of rows;
+    /// an error from it aborts the work.
     pub(super) fn write_rows_for_serving(
         &mut self,
         chain: &ChainReader,
@@ -151,11 +154,11 @@ impl RankWriter {
         self.write_table(spec, chain.buckets().clone(), &mut rows).map(|_| ())
     }
 
-    /// Put every row of a table, as of now, into a linked checkpoint. Of a table with an SSD tier these are the tier's segments, which are
-    /// linked where the file system can do that and copied otherwise. Of another table the rows are written. `module` is the path of the
-    /// table's module in the model.
+    /// Writes every current row of a table to a linked checkpoint. The segments of an SSD tier are hard-linked if the
+    /// file system supports that, and copied otherwise. The rows of a table without SSD tier are written. `module` is
+    /// the path of the table's module in the model.
     ///
-    /// Errors: those of [`RankWriter::write_rows_of`], and those of handing rows in RAM down to the SSD tier.
+    /// Errors: as [`Self::write_rows_of`], and errors of demoting rows from RAM to the SSD tier.
     pub fn link_rows_of(
         &mut self,
         module: &str,
@@ -177,11 +180,11 @@ impl RankWriter {
         Ok(LinkedTable { rows, bytes })
     }
 
-    /// Write what has changed in a table since `base`. Returns the numbers of rows and tombstones. `module` is the path of the table's
-    /// module in the model.
+    /// Writes the changes of a table since `base`. Returns the numbers of rows and tombstones. `module` is the path of
+    /// the table's module in the model.
     ///
-    /// Errors: those of [`RankWriter::write_table`]; `State` where it is not known what changed, so that only a full save can be made, and
-    /// when the table is trained or changed meanwhile.
+    /// Errors: as [`Self::write_table`]; `State` if the changes are unknown, so that a full save is required, or if the
+    /// table is trained or changed concurrently.
     pub fn write_changes_of(
         &mut self,
         module: &str,
@@ -203,8 +206,8 @@ impl RankWriter {
         Ok((rows, left.len() as u64))
     }
 
-    /// Write the rows that a table had at a moment, no faster than `limiter` allows. The checkpoint must be a delta if the moment is one of
-    /// changes. Returns the numbers of rows and tombstones.
+    /// Writes the rows of a snapshot, no faster than `limiter` allows. The checkpoint must be a delta if the snapshot
+    /// is one of changes. Returns the numbers of rows and tombstones.
     pub fn write_snapshot(
         &mut self,
         module: &str,
@@ -219,7 +222,7 @@ impl RankWriter {
         let (left, sweeps, total_rows) =
             (snapshot.tombstones().map(<[Id]>::to_vec), snapshot.sweeps().to_vec(), snapshot.rows());
         let clock = snapshot.clock().clone();
-        // The rows let go of the moment. So its counts are taken before, and are written when the rows are.
+        // Reading the rows consumes the snapshot. So its counts are collected first, and written after the rows.
         let (generations, mut counts) = (snapshot.generations(), MergedCounts::default());
         snapshot.for_each_bucket(&mut |bucket| {
             counts.add(bucket, |_| false);
@@ -256,7 +259,7 @@ impl RankWriter {
 }
 
 impl TableReader {
-    /// Whether the rows can go into a table of this configuration; `Kind::Mismatch` names what differs.
+    /// Checks that the rows match a table of this configuration. `Kind::Mismatch` names the difference.
     pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
         let spec = self.spec();
         spec.check_fits(config, self.has_slots())?;
@@ -278,18 +281,20 @@ impl TableReader {
 }
 
 impl ChainReader {
-    /// Replace the contents and the step of a table. Returns how many rows it has then. After an error its contents are of no use. So the
-    /// caller marks the table unusable before ([`Table::set_unusable`]), and usable when every table of every rank is loaded.
+    /// Replaces the contents and the step of a table. Returns its new number of rows. After an error its contents are
+    /// unusable. So the caller marks the table unusable before the load ([`Table::set_unusable`]), and usable when
+    /// every table of every rank is loaded.
     pub fn load_into(&self, table: &Table) -> Result<u64> {
         self.load_with(table, &mut |_| Ok(()))
     }
 
-    /// Load as [`ChainReader::load_into`] does. `progress` is called with the number of rows that were loaded; its error ends the load.
+    /// Like [`Self::load_into`]. `progress` is called with the number of loaded rows; an error from it aborts the load.
     pub fn load_with(&self, table: &Table, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<u64> {
         self.check_fits(table.config())?;
         table.clear()?;
-        // Adam and its kin correct the moments by the number of steps that made them. Rows without slots begin with new moments, so
-        // at step 0. This comes before the rows, so that a full table tells of those that it drops with this step.
+        // Adam variants correct the bias of the moments by the number of steps. Rows without slots start with new
+        // moments, so at step 0. The step is set before the rows are imported, so that rows dropped by a full table are
+        // reported with it.
         let begins_anew = table.config().optimizer.corrects_bias() && !self.has_slots();
         table.restore_clock(self.clock()?)?;
         table.set_step(if begins_anew { 0 } else { self.spec().step })?;

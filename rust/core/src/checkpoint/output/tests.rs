@@ -9,7 +9,7 @@ fn where_two_pieces_fail_the_error_is_that_of_the_earlier_one_whichever_ends_fir
     for first_to_end in [0, 1] {
         let (both, has_failed) = (Barrier::new(2), AtomicBool::new(false));
         let failed = for_each_piece(2, vec![0, 1], |piece| {
-            // Both are under way before either fails.
+            // Both pieces have started before either fails.
             both.wait();
             while piece != first_to_end && !has_failed.load(Ordering::Acquire) {
                 std::thread::yield_now();

@@ -1,4 +1,4 @@
-//! Publishing a checkpoint as the newest one, and removing older ones.
+//! Publishes a checkpoint as the latest one, and removes older ones.
 
 pub(crate) mod retention;
 pub(crate) mod save;

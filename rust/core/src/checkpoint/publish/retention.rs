@@ -1,4 +1,5 @@
-//! Which checkpoints of a directory stay: the newest ones, those that are referred to, and all that these build on.
+//! Retention: keeps the latest checkpoints of a directory, those with a reference, and all base checkpoints of both.
+//! Removes others.
 
 use std::collections::BTreeSet;
 
@@ -13,17 +14,17 @@ fn is_complete(root: &CheckpointDirectory, name: CheckpointName) -> Result<bool>
     root.subdirectory(name).has(MANIFEST_FILE)
 }
 
-/// The name of the checkpoint that `name` builds on, if it builds on one.
+/// Returns the base of the checkpoint `name`, if it has one.
 fn parent(root: &CheckpointDirectory, name: CheckpointName) -> Result<Option<CheckpointName>> {
     let (manifest, _) = read_manifest(&root.subdirectory(name))?;
     manifest.parent.map(|parent| parent.name.parse()).transpose()
 }
 
-/// The age of a checkpoint, greater for newer ones. A delta is newer than what it builds on, which has a higher number where it was merged while
-/// the delta was written.
+/// Sort key by age, greater for newer checkpoints. A delta is newer than its base, which has a higher number if it was
+/// merged while the delta was written.
 fn age(root: &CheckpointDirectory, name: CheckpointName) -> Result<(u64, bool, CheckpointName)> {
     let built_on = match parent(root, name) {
-        // A symbolic link or a file in the place of its directory builds on nothing.
+        // A symbolic link or a file in the place of its directory has no base.
         Err(error) if error.is_damage_or_absence() || error.kind() == Kind::Path => None,
         built_on => built_on?,
     };
@@ -33,18 +34,19 @@ fn age(root: &CheckpointDirectory, name: CheckpointName) -> Result<(u64, bool, C
     })
 }
 
-/// Returns these checkpoints, the newest first.
+/// Sorts these checkpoints, latest first.
 fn newest_first(root: &CheckpointDirectory, names: Vec<CheckpointName>) -> Result<Vec<CheckpointName>> {
     let mut aged = names.into_iter().map(|name| age(root, name)).collect::<Result<Vec<_>>>()?;
     aged.sort_unstable_by(|a, b| b.cmp(a));
     Ok(aged.into_iter().map(|(.., name)| name).collect())
 }
 
-/// The complete checkpoints that stay: of those up to the one that `LATEST` names the `keep` newest, those that a file elsewhere refers
-/// to, and all that these build on.
+/// Returns the complete checkpoints to keep: the `keep` latest ones up to `LATEST`, those with a reference from
+/// elsewhere, and all base checkpoints of both.
 ///
-/// `None` means that every complete checkpoint stays. That is so where `LATEST` is missing or names no complete checkpoint, and where it
-/// cannot be told what one of them builds on: any of the others may be the only one that can still be loaded.
+/// `None` means that every complete checkpoint is kept. This is the case if `LATEST` is missing or names no complete
+/// checkpoint, and if the base of one of them cannot be determined: any other checkpoint may be the only one that can
+/// still be loaded.
 fn checkpoints_to_keep(root: &CheckpointDirectory, keep: usize) -> Result<Option<BTreeSet<CheckpointName>>> {
     let Some(latest) = LatestCheckpoint::find(root)?.map(|latest| latest.name) else { return Ok(None) };
     if !is_complete(root, latest)? {
@@ -66,7 +68,8 @@ fn checkpoints_to_keep(root: &CheckpointDirectory, keep: usize) -> Result<Option
         while let Some(name) = next.filter(|&name| stay.insert(name)) {
             next = match parent(root, name) {
                 Err(error) if error.is_damage_or_absence() => return Ok(None),
-                // A manifest that cannot be read now may be readable later, and name another checkpoint. So nothing is removed.
+                // A manifest that cannot be read at present may be readable later and name another checkpoint. So
+                // nothing is removed.
                 parent => parent?,
             };
         }
@@ -74,7 +77,7 @@ fn checkpoints_to_keep(root: &CheckpointDirectory, keep: usize) -> Result<Option
     Ok(Some(stay))
 }
 
-/// Add to `needed` all that the checkpoint `name` builds on, up to a checkpoint that is damaged or that a save is still writing.
+/// Adds the base checkpoints of `name` to `needed`, up to one that is corrupted or still being written.
 fn add_chain(root: &CheckpointDirectory, name: CheckpointName, needed: &mut BTreeSet<CheckpointName>) -> Result<()> {
     let parent = |name| match parent(root, name) {
         Err(error) if error.is_damage_or_absence() => Ok(None),
@@ -87,15 +90,16 @@ fn add_chain(root: &CheckpointDirectory, name: CheckpointName, needed: &mut BTre
     Ok(())
 }
 
-/// Remove every checkpoint that does not stay, that no save is writing and no load is reading. A checkpoint that is being read is left to
-/// a later sweep, and so is all that it builds on. Returns why some could not be removed.
+/// Removes every checkpoint that is not kept, not being written by a save and not being read by a load. A checkpoint
+/// that is being read is left to a later removal, with all its base checkpoints. Returns an error for each checkpoint
+/// that could not be removed.
 pub(crate) fn remove_old_checkpoints(root: &CheckpointDirectory, keep: usize) -> Result<Vec<Error>> {
     let mut left = Vec::new();
     let stays = |kept: &Option<BTreeSet<CheckpointName>>, name: CheckpointName| match kept {
         Some(kept) => Ok(kept.contains(&name)),
         None => is_complete(root, name),
     };
-    // To find these reads the manifests of all that stay, which may be a long chain. So it is done once for all that stay.
+    // This reads the manifests of all kept checkpoints, which may be a long chain. So it runs once before the loop.
     let kept_first = checkpoints_to_keep(root, keep)?;
     let mut leaving = Vec::new();
     for name in root.list_names::<CheckpointName>()? {
@@ -104,7 +108,7 @@ pub(crate) fn remove_old_checkpoints(root: &CheckpointDirectory, keep: usize) ->
         }
     }
     let mut in_use = BTreeSet::new();
-    // A delta is removed before what it builds on. So whenever this stops, every delta that is left has all it needs.
+    // A delta is removed before its base. So if this stops at any point, every remaining delta has its complete chain.
     for name in newest_first(root, leaving)? {
         if in_use.contains(&name) {
             continue;
@@ -114,7 +118,7 @@ pub(crate) fn remove_old_checkpoints(root: &CheckpointDirectory, keep: usize) ->
             Ok(Some(lock)) => lock,
             Ok(None) => {
                 if let Err(error) = add_chain(root, name, &mut in_use) {
-                    // What it builds on comes later in this loop and would be removed.
+                    // Its base checkpoints follow later in this loop and would be removed.
                     left.push(error);
                     break;
                 }
@@ -125,10 +129,11 @@ pub(crate) fn remove_old_checkpoints(root: &CheckpointDirectory, keep: usize) ->
                 continue;
             }
         };
-        // This is asked again under the lock, because a save that held the checkpoint until now may have published it.
+        // Evaluated again under the lock, because a save that held the checkpoint until this point may have published
+        // it.
         let kept_now = checkpoints_to_keep(root, keep)?;
         if stays(&kept_now, name)? {
-            // Somebody may begin to read it now, and what it builds on with it.
+            // A reader may open this checkpoint and its base checkpoints at any time.
             in_use.extend(kept_now.into_iter().flatten());
             continue;
         }
@@ -137,19 +142,19 @@ pub(crate) fn remove_old_checkpoints(root: &CheckpointDirectory, keep: usize) ->
     Ok(left)
 }
 
-/// The result of a removal of checkpoints.
+/// Result of a removal of checkpoints.
 #[derive(Debug)]
 pub struct PruneReport {
-    /// The checkpoints that were removed, oldest first.
+    /// The removed checkpoints, oldest first.
     pub removed: Vec<CheckpointName>,
-    /// Why some could not be removed.
+    /// Errors of checkpoints that could not be removed.
     pub errors: Vec<Error>,
 }
 
-/// Remove every checkpoint of `root` but the `keep` newest and all that they build on. What unfinished saves have left is removed too.
-/// What a save writes, and what is read, with all that it builds on, stays.
+/// Removes every checkpoint of `root` except the `keep` latest and their base checkpoints, and leftovers of unfinished
+/// saves. Keeps checkpoints that a save is writing, and checkpoints that are being read with their base checkpoints.
 ///
-/// Errors: `Path` where there is no checkpoint, `Corruption` where `LATEST` is damaged, `Storage`.
+/// Errors: `Path` if there is no checkpoint, `Corruption` if `LATEST` is invalid, `Storage`.
 pub fn prune(root: &CheckpointDirectory, keep: usize) -> Result<PruneReport> {
     root.check_to_save()?;
     LatestCheckpoint::read(root)?;
@@ -162,7 +167,8 @@ pub fn prune(root: &CheckpointDirectory, keep: usize) -> Result<PruneReport> {
     Ok(PruneReport { removed, errors: left })
 }
 
-/// Remove the parts in `root` that nobody holds. Returns why some could not be removed.
+/// Removes the checkpoint parts in `root` that no process holds. Returns an error for each part that could not be
+/// removed.
 pub fn remove_stale_parts(root: &CheckpointDirectory) -> Result<Vec<Error>> {
     root.check_to_save()?;
     let mut left = Vec::new();

@@ -1,4 +1,4 @@
-//! The coordinator's part of a save: it begins a checkpoint, publishes it as the newest one, and removes older ones.
+//! The coordinator's part of a save: creates a checkpoint, publishes it as the latest one, and removes older ones.
 
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
@@ -20,23 +20,23 @@ use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, LOCK_FILE, write_atomically, write_whole};
 use crate::memory::can_start_threads;
 
-/// What kind of checkpoint a save makes. By default it is full, and no older one stays.
+/// Options of a save. By default the checkpoint is full, and no older one is kept.
 #[derive(Clone, Debug, Default)]
 pub struct SaveOptions {
-    /// The checkpoint that a delta builds on. It must still be the newest one when the delta is published.
+    /// Base of a delta. It must still be the latest checkpoint when the delta is published.
     pub parent: Option<CheckpointId>,
-    /// The checkpoint whose rows, merged with all that it builds on, are in this one. It must still be the newest one when this is
-    /// published.
+    /// The checkpoint whose chain is merged into this one. It must still be the latest one when this is published.
     pub merged: Option<CheckpointId>,
-    /// Whether it is a linked checkpoint: tables with an SSD tier are in it as their segments. Then it has no parent.
+    /// If true, this is a linked checkpoint: tables with an SSD tier are stored as their segments. It has no parent.
     pub linked: bool,
-    /// The checkpoint whose rows a serving checkpoint is made of. Then this is a serving checkpoint, and has no parent.
+    /// The checkpoint from which a serving checkpoint is made. If set, this is a serving checkpoint, which has no
+    /// parent.
     pub made_from: Option<CheckpointId>,
-    /// How many of the newest checkpoints stay, this one included: 1 at least. All that they build on stays too.
+    /// Number of latest checkpoints to keep, including this one: at least 1. Their base checkpoints are kept too.
     pub keep: usize,
 }
 
-/// A save under way. Dropped without [`Save::publish`], it leaves a directory that the next save sweeps.
+/// A save in progress. If dropped without [`Self::publish`], it leaves a directory that the next save removes.
 #[derive(Debug)]
 pub struct CheckpointSave {
     root: CheckpointDirectory,
@@ -44,14 +44,14 @@ pub struct CheckpointSave {
     dir: CheckpointDirectory,
     name: CheckpointName,
     options: SaveOptions,
-    /// What identifies `dense.json`, where the checkpoint has extents.
+    /// Digest of `dense.json`, if the checkpoint has dense extents.
     dense: Option<RankDigest>,
     early_sync: EarlySync,
-    /// While this is held no other save sweeps the directory.
+    /// While this lock is held, no other save removes the directory.
     _lock: DirLock,
 }
 
-/// Syncs the line that is to be `LATEST`, and the name of the checkpoint's directory, while rows are written.
+/// Syncs the line that will be `LATEST`, and the name of the checkpoint's directory, while rows are written.
 #[derive(Debug)]
 struct EarlySync(Option<JoinHandle<Result<()>>>);
 
@@ -78,40 +78,42 @@ impl EarlySync {
 
 impl Drop for EarlySync {
     fn drop(&mut self) {
-        // An error does not matter: nothing that needs these names was published.
+        // An error has no effect: nothing that needs these names was published.
         let _ = self.wait();
     }
 }
 
-/// The time, in milliseconds since 1970; 0 where the clock says an earlier one.
+/// Returns the time in milliseconds since 1970; 0 if the clock is earlier.
 fn unix_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
 
-/// What publishing a checkpoint did.
+/// Result of publishing a checkpoint.
 #[derive(Debug)]
 pub struct PublishedCheckpoint {
-    /// The checkpoint that loads now find.
+    /// The checkpoint that loads find from this point.
     pub latest: LatestCheckpoint,
-    /// What identifies it: its name and the XXH3 of its manifest.
+    /// Its identity: the name and the XXH3 of its manifest.
     pub identity: CheckpointId,
-    /// What a delta builds on: the parent that the save was begun with, or the checkpoint that this was merged into meanwhile.
+    /// Base of a delta: the parent with which the save was started, or the checkpoint that this parent was merged into
+    /// since.
     pub parent: Option<CheckpointId>,
-    /// Why some older checkpoints could not be removed. The next save tries again.
+    /// Errors of older checkpoints that could not be removed. The next save tries again.
     pub cleanup_errors: Vec<Error>,
 }
 
 impl CheckpointSave {
-    /// Make the directory of a new checkpoint in `root`. This also removes what unfinished saves left there, and checkpoints
-    /// that do not stay. `random` tells saves that run at the same time apart.
+    /// Creates the directory of a new checkpoint in `root`. Also removes leftovers of unfinished saves, and checkpoints
+    /// that are not kept. `random` distinguishes saves that run at the same time.
     pub fn begin(root: &CheckpointDirectory, random: u64) -> Result<Self> {
         Self::begin_with(root, random, SaveOptions::default())
     }
 
-    /// Begin a save as [`Save::begin`] does, with options.
+    /// Like [`Self::begin`], with options.
     pub fn begin_with(root: &CheckpointDirectory, random: u64, options: SaveOptions) -> Result<Self> {
         root.check_to_save()?;
-        // What cannot be removed does no harm to this save, and publishing reports it. A damaged LATEST keeps all checkpoints there.
+        // Leftovers do not harm this save, and publishing reports them. If LATEST is corrupted, all checkpoints are
+        // kept.
         let _ = remove_old_checkpoints(root, options.keep);
         let latest = LatestCheckpoint::find(root).ok().flatten().map(|latest| latest.name);
         let highest = root.list_names::<CheckpointName>()?.into_iter().chain(latest).map(|name| name.seq).max();
@@ -129,12 +131,12 @@ impl CheckpointSave {
         Ok(Self { root: root.clone(), dir, name, options, dense: None, early_sync: early, _lock: lock })
     }
 
-    /// The new checkpoint's name, for the ranks' writers.
+    /// Name of the new checkpoint, for the ranks' writers.
     pub fn name(&self) -> CheckpointName {
         self.name
     }
 
-    /// The directory that the checkpoint is saved to.
+    /// The directory of checkpoints.
     pub(crate) fn root(&self) -> &CheckpointDirectory {
         &self.root
     }
@@ -144,7 +146,7 @@ impl CheckpointSave {
         &self.dir
     }
 
-    /// Write the caller's description of the ranks' extents. With it the checkpoint has a dense part.
+    /// Writes the caller's description of the ranks' dense extents. With it the checkpoint has dense state.
     pub fn write_dense_metadata(&mut self, metadata: &[u8]) -> Result<()> {
         if metadata.len() as u64 > MAX_MANIFEST_BYTES {
             let what = format!("{} bytes describe the extents: at most {MAX_MANIFEST_BYTES} can", metadata.len());
@@ -155,21 +157,22 @@ impl CheckpointSave {
         Ok(())
     }
 
-    /// Make the checkpoint the newest one. `digests` are those of the ranks' manifests, by rank. Rows modified from now on carry
-    /// `next_epoch`.
+    /// Makes the checkpoint the latest one. `digests` are those of the ranks' manifests, by rank. Rows modified after
+    /// this call have `next_epoch`.
     ///
-    /// After an error a load finds the checkpoint before, and what this save wrote is removed. There is one exception: where only the last
-    /// sync failed, which makes the new `LATEST` durable, a load finds one of the two, whole.
+    /// After an error a load finds the previous checkpoint, and the files of this save are removed. There is one
+    /// exception: if only the last sync fails, which makes the new `LATEST` durable, a load finds either of the two,
+    /// complete.
     pub fn publish(mut self, digests: &[RankDigest], next_epoch: u32) -> Result<PublishedCheckpoint> {
         let published = self.make_newest(digests, next_epoch);
         if published.is_err() && self.is_not_newest() {
-            // The error of the publication counts. The next save removes what stays.
+            // The publication error is returned. The next save removes any leftovers.
             let _ = self.abandon();
         }
         published
     }
 
-    /// Whether `LATEST` certainly does not name this checkpoint.
+    /// True if `LATEST` certainly does not name this checkpoint.
     fn is_not_newest(&self) -> bool {
         LatestCheckpoint::find(&self.root).is_ok_and(|latest| latest.is_none_or(|latest| latest.name != self.name))
     }
@@ -206,7 +209,7 @@ impl CheckpointSave {
         manifest.check_ranks(&ranks).map_err(refuse)?;
         let mut sealed = seal(&render(&manifest)?);
         let latest = LatestCheckpoint { name: self.name };
-        // Waiting comes before the lock, because other saves wait for the lock.
+        // Waits before taking the lock, because other saves wait for the lock.
         self.early_sync.wait()?;
         {
             let _naming = lock_root(&self.root)?;
@@ -223,7 +226,8 @@ impl CheckpointSave {
             }
             self.name_latest(&sealed)?;
         }
-        // No sweep removes what LATEST names, so the lock's file is not needed any more. It does no harm where it stays.
+        // The checkpoint that LATEST names is never removed, so the lock file is not needed. It is harmless if it
+        // stays.
         let _ = self.dir.engine().remove_file(&self.dir.join(LOCK_FILE));
         let mut left = remove_old_checkpoints(&self.root, keep).unwrap_or_else(|error| vec![error]);
         left.extend(remove_stale_parts(&self.root).unwrap_or_else(|error| vec![error]));
@@ -231,10 +235,11 @@ impl CheckpointSave {
         Ok(PublishedCheckpoint { latest, identity, parent: manifest.parent, cleanup_errors: left })
     }
 
-    /// The manifest of the newest checkpoint, where `delta`, which was begun on `parent`, can build on it, and what identifies it. It is
-    /// `parent`, or what `parent` was merged into since: that has the same rows, steps and epochs, and counts of the same tables.
+    /// Returns the manifest and identity of the latest checkpoint, if `delta`, which was started on `parent`, can be
+    /// based on it. This is `parent`, or the checkpoint that `parent` was merged into since: it has the same rows,
+    /// steps and epochs, and counts of the same tables.
     ///
-    /// Errors: `State` where it is neither.
+    /// Errors: `State` if it is neither.
     fn newest_to_build_on(
         &self,
         parent: &CheckpointId,
@@ -256,7 +261,8 @@ impl CheckpointSave {
         Err(Error::new(Kind::State, why))
     }
 
-    /// `State` unless `named` is still the newest checkpoint. To publish on top of an older one would undo the saves since.
+    /// Returns `State` unless `named` is still the latest checkpoint. Publishing on top of an older one would undo the
+    /// saves since.
     fn check_newest(&self, named: &CheckpointId) -> Result<()> {
         let newest = LatestCheckpoint::find(&self.root)?.map(|latest| latest.name.to_string());
         if newest.as_deref() == Some(named.name.as_str()) {
@@ -274,8 +280,8 @@ impl CheckpointSave {
         ))
     }
 
-    /// Publish the manifest, then replace `LATEST`. Each step begins when the one before is durable. Temporary files lie in the checkpoint's
-    /// own directory, so that two saves at once do not touch each other's.
+    /// Publishes the manifest, then replaces `LATEST`. Each step starts when the previous one is durable. Temporary
+    /// files are in the checkpoint's own directory, so that concurrent saves do not touch each other's files.
     fn name_latest(&self, manifest: &[u8]) -> Result<()> {
         let engine = self.root.engine();
         write_atomically(engine, &self.dir.join(MANIFEST_FILE), manifest)?;
@@ -283,9 +289,9 @@ impl CheckpointSave {
         self.root.sync()
     }
 
-    /// Give the save up and remove what it wrote.
+    /// Cancels the save and removes its files.
     pub fn abandon(mut self) -> Result<()> {
-        // The directory is removed whether or not that sync succeeded.
+        // The directory is removed even if that sync failed.
         let _ = self.early_sync.wait();
         self.dir.remove()
     }

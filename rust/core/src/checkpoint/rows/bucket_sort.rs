@@ -1,51 +1,52 @@
 //! Sorts the rows of each bucket by `uint64(id)`.
 //!
-//! In a small bucket, how many ids are below a row's own is counted: that is where the row goes. A large bucket is sorted by comparing.
+//! In a small bucket, the rank of a row is the number of smaller ids, which are counted. A large bucket is sorted by
+//! comparison.
 //!
-//! A group of rows is written to a file in this order: rows have a *number*, in the order in which they came, and a *file row*, their
-//! position in the file.
+//! A group of rows is written to a file in this order. A row's *number* is its index in arrival order, its *file row*
+//! is its position in the file.
 #![allow(unsafe_code)]
 
 use crate::simd::{InstructionSet, SimdJob};
 use crate::types::Id;
 
-/// In buckets of at most this many rows the ids below a row's own are counted; larger ones are sorted.
+/// Buckets of at most this many rows are sorted by counting smaller ids, larger ones by comparison.
 pub(crate) const MAX_COUNTED_ROWS: usize = 128;
-/// How many ids past those of the last bucket the count reads. Their values do not matter.
+/// Number of ids that counting reads past those of the last bucket. Their values do not matter.
 pub(crate) const EXTRA_IDS: usize = 16;
-/// How many rows are counted at once where the processor has no wide registers.
+/// Number of rows counted at once if the CPU has no AVX-512.
 const LANES: usize = 8;
 
-/// The rows to sort, and where their order goes.
+/// The rows to sort, and the outputs.
 #[derive(Debug)]
 pub(crate) struct BucketSort<'a> {
-    /// The file row at which each bucket starts, and the end of the last one: `[buckets + 1]`.
+    /// The first file row of each bucket, then the number of rows: `[buckets + 1]`.
     pub(crate) starts: &'a [i64],
-    /// The ids by bucket, in no order within a bucket, and `EXTRA_IDS` more: `[n + EXTRA_IDS]`.
+    /// The ids by bucket, unordered within a bucket, followed by `EXTRA_IDS` more: `[n + EXTRA_IDS]`.
     pub(crate) ids: &'a [u64],
-    /// The number of the row of each id, a permutation: `[n]`.
+    /// The row number of each id, a permutation: `[n]`.
     pub(crate) numbers: &'a [u32],
-    /// The result: the file row of each number, `[n]`.
+    /// Output: the file row of each number, `[n]`.
     pub(crate) file_rows: &'a mut [u32],
-    /// The result: the number of each file row, `[n]`.
+    /// Output: the number of each file row, `[n]`.
     pub(crate) rows: &'a mut [u32],
 }
 
 impl BucketSort<'_> {
-    /// Sort the rows. Returns an id that is there twice, if there is one.
+    /// Sorts the rows. Returns a duplicate id, if there is one.
     pub(crate) fn run_on(self, isa: InstructionSet) -> Option<Id> {
         let n = self.rows.len();
         assert!(self.numbers.len() == n && self.file_rows.len() == n && self.ids.len() == n + EXTRA_IDS, "of {n} rows");
         #[cfg(target_arch = "x86_64")]
         if isa == InstructionSet::Avx512 && i32::try_from(n).is_ok() {
-            // SAFETY: `isa` says that the processor has AVX-512 F, and `n` fits an i32.
+            // SAFETY: `isa` states that the CPU has AVX-512 F, and `n` fits an i32.
             return isa.run(BucketSortJob(self, |bucket: SortBucket<'_>| unsafe { wide::count(bucket) }));
         }
         isa.run(BucketSortJob(self, count))
     }
 }
 
-/// One bucket of a [`BucketSort`], whose first file row is `start`.
+/// One bucket of a [`BucketSort`], with first file row `start`.
 struct SortBucket<'a> {
     ids: &'a [u64],
     numbers: &'a [u32],
@@ -54,7 +55,7 @@ struct SortBucket<'a> {
     rows: &'a mut [u32],
 }
 
-/// Sorts each bucket. Small ones are sorted by a function, which returns how many pairs of ids differ.
+/// Sorts each bucket. The function sorts a small bucket and returns the number of pairs of distinct ids.
 struct BucketSortJob<'a, F>(BucketSort<'a>, F);
 
 impl<F: Fn(SortBucket<'_>) -> usize> SimdJob for BucketSortJob<'_, F> {
@@ -70,7 +71,7 @@ impl<F: Fn(SortBucket<'_>) -> usize> SimdJob for BucketSortJob<'_, F> {
             let (len, numbers, rows) = (end - start, &numbers[start..end], &mut rows[start..end]);
             if len <= MAX_COUNTED_ROWS {
                 let ids = &ids[start..end + EXTRA_IDS];
-                // Of any two ids one is below the other, unless they are equal. So a missing pair is an id that is there twice.
+                // One of two distinct ids is smaller. So a missing pair means a duplicate id.
                 if count(SortBucket { ids, numbers, start: start as u32, file_rows, rows })
                     != len * len.saturating_sub(1) / 2
                 {
@@ -108,7 +109,7 @@ fn count(bucket: SortBucket<'_>) -> usize {
     below_all
 }
 
-/// How many of `ids` are below each id of a block.
+/// Number of `ids` that are smaller than each id of `block`.
 #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for each instruction set; plain loops over lanes.
 #[inline(always)]
 fn count_below(ids: &[u64], block: &[u64]) -> [u64; LANES] {
@@ -127,7 +128,7 @@ fn sort(ids: &[u64], numbers: &[u32], sorted: &mut Vec<(u64, u32)>) {
     sorted.sort_unstable();
 }
 
-/// An id that is there twice.
+/// Returns a duplicate id.
 fn find_duplicate(ids: &[u64]) -> Id {
     let mut sorted = ids.to_vec();
     sorted.sort_unstable();
@@ -145,20 +146,20 @@ mod wide {
 
     use super::{EXTRA_IDS, SortBucket};
 
-    /// Rows that are counted at once, half of them in a register.
+    /// Number of rows counted at once, half of them per register.
     const LANES: usize = EXTRA_IDS;
 
     /// # Safety
-    /// The processor has AVX-512 F, and there are fewer than 2^31 file rows.
+    /// The CPU has AVX-512 F, and there are fewer than 2^31 file rows.
     #[allow(clippy::inline_always)] // Compiled for the instruction set.
     #[inline(always)]
     pub(crate) unsafe fn count(bucket: SortBucket<'_>) -> usize {
         let SortBucket { ids, numbers, start, file_rows, rows } = bucket;
         let len = numbers.len();
         debug_assert!(ids.len() == len + LANES && rows.len() == len);
-        // SAFETY: the instructions are there. Blocks begin among the bucket's ids, and `LANES` more follow them; of numbers and rows no
-        // lane past the bucket's end is touched, and of file rows none that is not among them. Fewer than `len` ids are below one, as
-        // none is below itself.
+        // SAFETY: the CPU has the instructions. Blocks start among the bucket's ids, and `LANES` more follow them.
+        // Lanes past the bucket's end access no numbers and rows, and every accessed file row is in range: fewer than
+        // `len` ids are smaller than an id, since none is smaller than itself.
         unsafe {
             let (zero, one) = (_mm512_setzero_si512(), _mm512_set1_epi64(1));
             let all = _mm512_set1_epi32(file_rows.len() as i32);

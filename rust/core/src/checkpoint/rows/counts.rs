@@ -1,4 +1,4 @@
-//! The counts of ids that wait for rows: how they are written, and how those of a chain of checkpoints are put together.
+//! Writes admission counts of pending ids, and merges the counts of a chain of checkpoints.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,26 +12,26 @@ use crate::io::AlignedBuf;
 use crate::lifecycle::{BucketCounts, CountedId};
 use crate::types::Id;
 
-/// Bytes that an id takes in a file.
+/// Bytes per id in a file.
 const ID_BYTES: usize = size_of::<Id>() + 3 * size_of::<u32>();
-/// About how many ids a file has at most.
+/// Approximate maximum number of ids per file.
 const IDS_PER_FILE: usize = GROUP_BYTES / ID_BYTES / 2;
 
-/// Takes the counts of buckets.
+/// Consumes the counts of buckets.
 pub(crate) type CountsSink<'a> = dyn FnMut(BucketCounts) -> Result<()> + 'a;
 
-/// The counts of a table's share that are to be written.
+/// The admission counts of a table shard to write.
 pub(crate) struct CountsSource<'a> {
-    /// Whether there are counts of clicks.
+    /// True if clicks are counted too.
     pub(crate) clicks: bool,
-    /// How many generations of each bucket of the share have ended.
+    /// Generation of each bucket of the shard.
     pub(crate) generations: &'a [u32],
-    /// Hands the counts of the buckets over, buckets rising. Those that are left out have none.
+    /// Passes the counts of the buckets on, in ascending bucket order. Omitted buckets have no counts.
     pub(crate) for_each_bucket: &'a mut dyn FnMut(&mut CountsSink<'_>) -> Result<()>,
 }
 
 impl RankWriter {
-    /// Write the counts of the table that was written last, unless counts are left out.
+    /// Writes the counts of the table that was written last, unless counts are omitted.
     pub(crate) fn write_counts(&mut self, counts: CountsSource<'_>) -> Result<()> {
         if !self.writes_counts() {
             return Ok(());
@@ -56,7 +56,7 @@ impl RankWriter {
     }
 }
 
-/// The image of a file with the counts of ids that are in the order of the file, each with its bucket.
+/// Builds a counts file from ids in file order, each with its bucket.
 fn counts_file(
     spec: &TableSpec,
     buckets: &Range<u32>,
@@ -87,15 +87,15 @@ fn counts_file(
     })
 }
 
-/// The counts of a chain of checkpoints, put together from the newest to the oldest.
+/// Counts of a chain of checkpoints, merged from the latest to the oldest.
 #[derive(Debug, Default)]
 pub(crate) struct MergedCounts {
     buckets: BTreeMap<u32, BucketCounts>,
 }
 
 impl MergedCounts {
-    /// Add the counts that the next older checkpoint has of a bucket: of those ids of which `is_known` says that no newer checkpoint has a
-    /// row, a tombstone or a count.
+    /// Adds the counts of a bucket in the next older checkpoint. Skips ids for which `is_known` returns true: a newer
+    /// checkpoint has a row, a tombstone or a count of them.
     pub(crate) fn add(&mut self, mut older: BucketCounts, is_known: impl Fn(Id) -> bool) {
         older.ids.retain(|each| !is_known(each.id));
         match self.buckets.get_mut(&older.bucket) {
@@ -106,12 +106,12 @@ impl MergedCounts {
         }
     }
 
-    /// How many generations of a bucket have ended in the newest checkpoint that has its counts.
+    /// Generation of a bucket in the latest checkpoint that has its counts.
     pub(crate) fn generation(&self, bucket: u32) -> u32 {
         self.buckets.get(&bucket).map_or(0, |counts| counts.generation)
     }
 
-    /// Hand the counts over, buckets rising.
+    /// Passes the counts on, in ascending bucket order.
     pub(crate) fn hand_over(self, sink: &mut CountsSink<'_>) -> Result<()> {
         self.buckets.into_values().try_for_each(|mut counts| {
             counts.ids.sort_unstable_by_key(|each| each.id as u64);

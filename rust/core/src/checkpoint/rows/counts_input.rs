@@ -1,4 +1,4 @@
-//! Reads a file of counts of ids that wait for rows.
+//! Reads a file of admission counts.
 
 use std::sync::Arc;
 
@@ -12,32 +12,33 @@ use crate::lifecycle::{BucketCounts, CountedId};
 use crate::memory;
 use crate::types::{BucketMapper, Id};
 
-/// A file of counts whose header and bucket offsets are checked.
+/// A counts file with checked header and bucket offsets.
 #[derive(Debug)]
 pub(super) struct CountsReader {
     group: GroupReader,
-    /// The first bucket of the share that the file is of.
+    /// First bucket of the shard that the file belongs to.
     first: u32,
     clicks: bool,
 }
 
 impl CountsReader {
-    /// Of a file of a share whose buckets begin at `first`; with counts of clicks if `clicks`.
+    /// Creates a reader for a file of a shard whose buckets start at `first`. `clicks` is true if it has counts of
+    /// clicks.
     pub(super) fn new(group: GroupReader, first: u32, clicks: bool) -> Self {
         Self { group, first, clicks }
     }
 
-    /// Whether it has counts of clicks.
+    /// True if it has counts of clicks.
     pub(super) fn has_clicks(&self) -> bool {
         self.clicks
     }
 
-    /// How many ids of the wanted buckets it has.
+    /// Number of ids in the requested buckets.
     pub(super) fn ids(&self) -> u64 {
         self.group.rows.len() as u64
     }
 
-    /// Read and verify the counts of the wanted buckets, and hand those of each bucket to `sink`.
+    /// Reads and verifies the counts of the requested buckets, and passes those of each bucket to `sink`.
     pub(super) fn read(&self, engine: &dyn IoEngine, bucketing: BucketMapper, sink: &mut CountsSink<'_>) -> Result<()> {
         let generations = self.generations(engine)?;
         let staged = self.group.stage(engine, &Arc::new(BufPool::new(0, 0)), bucketing)?;
@@ -54,7 +55,7 @@ impl CountsReader {
         Ok(())
     }
 
-    /// For each of the wanted buckets, how many of its generations have ended.
+    /// Reads the generation of each requested bucket.
     fn generations(&self, engine: &dyn IoEngine) -> Result<Vec<u32>> {
         let group = &self.group;
         let (first, last) = (group.buckets.start - self.first, group.buckets.end - self.first);

@@ -1,4 +1,4 @@
-//! A table's part of a delta: the rows modified since an ancestor, and tombstones of the ids that left.
+//! A table's part of a delta: the rows modified since a base checkpoint, and tombstones of removed ids.
 
 use std::ops::Range;
 
@@ -13,20 +13,21 @@ use crate::io::AlignedBuf;
 use crate::lifecycle::ExpirySweep;
 use crate::types::Id;
 
-/// What a delta says of one rank's share of a table, besides the modified rows.
+/// The changes of one rank's shard of a table in a delta, other than modified rows.
 #[derive(Clone, Copy, Debug)]
 pub struct DeltaChanges<'a> {
-    /// Ids that left since the parent, in any order. An id whose row is in the delta too is back. Rows that a sweep took and that were not
-    /// modified since the parent need not be among them.
+    /// Ids removed since the parent, in any order. An id with a row in the delta was inserted again. Expired rows that
+    /// were not modified since the parent may be omitted.
     pub tombstones: &'a [Id],
     /// The sweeps since the parent.
     pub sweeps: &'a [ExpirySweep],
-    /// How many rows the whole share has, unchanged ones included.
+    /// Number of rows of the entire shard, including unchanged ones.
     pub total_rows: u64,
 }
 
 impl RankWriter {
-    /// Write a table into a delta. `rows` are those that were modified since the parent. Otherwise this is [`RankWriter::write_table`].
+    /// Writes a table into a delta. `rows` are the rows modified since the parent. Otherwise like
+    /// [`Self::write_table`].
     pub fn write_changes(
         &mut self,
         spec: TableSpec,
@@ -52,7 +53,7 @@ impl RankWriter {
     }
 }
 
-/// Make a file that has tombstones and no rows. The tombstones are in the order of the file.
+/// Builds a file with tombstones and no rows. `ids` are in file order.
 fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<(AlignedBuf, DataFile)> {
     let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
     let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, spec.precision, shape)

@@ -1,36 +1,36 @@
 //! The layout of a data file: one group of rows as safetensors columns.
 //!
-//! `n` rows, `D` the embedding width, `B` the buckets of the rank, `t` tombstones. In file order:
+//! `n` rows, `D` the embedding width, `B` the number of buckets of the rank, `t` tombstones. In file order:
 //!
 //! | tensor | type, shape | |
 //! | --- | --- | --- |
-//! | `id` | I64 `[n]` | sorted by (bucket, `uint64(id)`), see [`BucketMapper`](crate::types::Bucketing) |
+//! | `id` | I64 `[n]` | sorted by (bucket, `uint64(id)`), see [`BucketMapper`](crate::types::BucketMapper) |
 //! | `last_step` | U64 `[n]` | |
-//! | `bucket_offsets` | I64 `[B + 1]` | where the rows of each of the rank's buckets start |
-//! | `tombstone` | I64 `[t]` | ids that left the table, sorted the same way; empty in a full checkpoint |
+//! | `bucket_offsets` | I64 `[B + 1]` | index of the first row of each of the rank's buckets |
+//! | `tombstone` | I64 `[t]` | removed ids, sorted the same way; empty in a full checkpoint |
 //! | `weight` | F32 `[n, D]` | |
 //! | optimizer slots, torch's names | F32 `[n, D]`, rowwise `sum` `[n]` | |
 //! | `count`, `score`, `modified_epoch` | U32, F32, U32 `[n]` | |
 //! | `checksums` | U32 | CRC-32C of each 16 KiB of each tensor above, from its start, in file order |
-//! | `__pad` | U8 | fills the file to a multiple of 4096; zeros |
+//! | `__pad` | U8 | zeros that pad the file to a multiple of 4096 |
 //!
-//! A serving checkpoint has no slots and no `modified_epoch`, and its weights come last, in the [`WeightPrecision`] that its tables are described
-//! with: `weight` is F32, F16 or BF16 `[n, D]`, or U8 `[n, D + 4]`.
+//! A serving checkpoint has no slots and no `modified_epoch`. Its weights come last, in the [`WeightPrecision`] of its
+//! tables: `weight` is F32, F16 or BF16 `[n, D]`, or U8 `[n, D + 4]`.
 //!
-//! A file of counts holds those of ids that wait for rows, in the same way:
+//! A counts file contains the admission counts of pending ids in the same form:
 //!
 //! | tensor | type, shape | |
 //! | --- | --- | --- |
 //! | `id` | I64 `[n]` | sorted as above |
 //! | `bucket_offsets` | I64 `[B + 1]` | |
-//! | `generation` | U32 `[B]` | how many generations of each bucket have ended, modulo 2³² |
+//! | `generation` | U32 `[B]` | number of past generations of each bucket, modulo 2³² |
 //! | `shows` | U32 `[n]` | occurrences |
-//! | `clicks` | U32 `[n]` | only where the rule counts clicks |
+//! | `clicks` | U32 `[n]` | only if the rule counts clicks |
 //! | `age` | U32 `[n]` | 1 in the older generation of the bucket, else 0 |
 //! | `checksums`, `__pad` | | |
 //!
-//! The header is padded with blanks so that weights start at a multiple of 64, and slots with them where `D` is one of 16; the file's
-//! length is a multiple of 4096.
+//! The header is padded with blanks so that weights start at a multiple of 64, and so do slots if `D` is a multiple of
+//! 16. The file's length is a multiple of 4096.
 
 use std::ops::Range;
 
@@ -44,17 +44,17 @@ use crate::config::OptimizerKind;
 use crate::io::ALIGNMENT;
 use crate::rows::WeightPrecision;
 
-/// Rows of a group take at most this (one row at least).
+/// Maximum bytes of rows per group (at least one row).
 pub const GROUP_BYTES: usize = 16 << 20;
-/// Weights start at a multiple of this.
+/// Alignment of the weights.
 const LINE_BYTES: usize = 64;
-/// Headers larger than this are refused before they are read.
+/// Larger headers are rejected before they are read.
 pub(crate) const MAX_HEADER_BYTES: usize = 1 << 20;
 
-// Columns are the memory of the machine as it is.
+// Columns are stored in the machine's memory representation.
 const _: () = assert!(cfg!(target_endian = "little"));
 
-/// What a column of the file holds.
+/// Contents of a column of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ColumnField {
     Id,
@@ -76,12 +76,12 @@ pub(crate) enum ColumnField {
 }
 
 impl ColumnField {
-    /// Whether the column has an entry for each row.
+    /// True if the column has an entry per row.
     pub(crate) fn is_per_row(self) -> bool {
         !matches!(self, Self::BucketOffsets | Self::Tombstone | Self::Generation | Self::Checksums | Self::Pad)
     }
 
-    /// Whether it is the optimizer's.
+    /// True for optimizer state columns.
     pub(crate) fn is_slot(self) -> bool {
         matches!(self, Self::Vector(1..) | Self::Scalar)
     }
@@ -91,7 +91,7 @@ impl ColumnField {
     }
 }
 
-/// A tensor of the file. `start` and `bytes` count from the start of the data.
+/// A tensor of the file. `start` and `bytes` are relative to the start of the data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FileColumn {
     pub(crate) field: ColumnField,
@@ -100,7 +100,7 @@ pub(crate) struct FileColumn {
     pub(crate) shape: Vec<usize>,
     pub(crate) start: usize,
     pub(crate) bytes: usize,
-    /// Where its chunks' checksums start in `checksums`.
+    /// Index in `checksums` of the checksum of its first chunk.
     pub(crate) first_checksum: usize,
 }
 
@@ -109,7 +109,7 @@ impl FileColumn {
         self.start..self.start + self.bytes
     }
 
-    /// Bytes of the column that one row takes.
+    /// Bytes per row in the column.
     pub(crate) fn bytes_per_row(&self) -> usize {
         width(self.dtype) * self.shape[1..].iter().product::<usize>()
     }
@@ -132,14 +132,14 @@ fn width(dtype: Dtype) -> usize {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FileLayout {
     pub(crate) columns: Vec<FileColumn>,
-    /// Bytes of the data, padding included.
+    /// Bytes of the data, including padding.
     pub(crate) data_bytes: usize,
     /// Bytes of the header past a multiple of [`ALIGNMENT`].
     pub(crate) lead: usize,
 }
 
 impl FileLayout {
-    /// `None` where the sizes overflow.
+    /// Returns `None` if the sizes overflow.
     pub(crate) fn new(
         optimizer: OptimizerKind,
         dim: usize,
@@ -158,8 +158,8 @@ impl FileLayout {
         let uses =
             [(ColumnField::Count, "count", Dtype::U32, vec![n]), (ColumnField::Score, "score", Dtype::F32, vec![n])];
         if precision.is_some() {
-            // Weights come last, because their values may be narrower than the others, which are to stay aligned: together the columns before
-            // them have a multiple of 8 bytes.
+            // Weights come last, because their values may be narrower than the others, which must stay aligned: the
+            // columns before the weights have a multiple of 8 bytes in total.
             wanted.extend(uses);
             wanted.push(weight);
             return Self::of(wanted, ColumnField::Vector(0));
@@ -178,7 +178,7 @@ impl FileLayout {
         Self::of(wanted, ColumnField::Vector(0))
     }
 
-    /// Of a file of counts, with those of clicks if `clicks`. `None` where the sizes overflow.
+    /// Layout of a counts file; `clicks` adds the counts of clicks. Returns `None` if the sizes overflow.
     pub(crate) fn of_counts(clicks: bool, shape: DataShape) -> Option<Self> {
         let n = shape.rows;
         let mut wanted = vec![
@@ -192,7 +192,7 @@ impl FileLayout {
         Self::of(wanted, ColumnField::Id)
     }
 
-    /// Columns that lie one behind the other, of which `aligned` starts at a multiple of [`LINE_BYTES`] in the file.
+    /// Lays columns out contiguously, such that `aligned` starts at a multiple of [`LINE_BYTES`] in the file.
     fn of(specs: Vec<(ColumnField, &'static str, Dtype, Vec<usize>)>, aligned: ColumnField) -> Option<Self> {
         let (mut start, mut checksums) = (0_usize, 0);
         let mut columns = Vec::with_capacity(specs.len() + 2);
@@ -229,12 +229,13 @@ impl FileLayout {
         self.columns.iter().find(|column| column.field == field).expect("asked for a column that every file has")
     }
 
-    /// Columns under checksums, in file order.
+    /// Columns with checksums, in file order.
     pub(crate) fn checked_columns(&self) -> impl Iterator<Item = &FileColumn> {
         self.columns.iter().filter(|column| column.field.is_checked())
     }
 
-    /// The safetensors header, length field included; with the data a multiple of [`ALIGNMENT`] long.
+    /// The safetensors header, including the length field. Header and data together are a multiple of [`ALIGNMENT`]
+    /// long.
     pub(crate) fn header(&self, spec: &TableSpec, buckets: &Range<u32>) -> Vec<u8> {
         let mut tensors = Map::new();
         let about = [
@@ -267,9 +268,10 @@ impl FileLayout {
         header
     }
 
-    /// Whether a header (without the length field) describes exactly this layout; the message says what does not.
+    /// Checks that a header (without the length field) describes exactly this layout. The message describes the
+    /// difference.
     pub(crate) fn check_header(&self, header: &[u8]) -> Result<(), String> {
-        // Deserialising checks that the tensors lie one behind the other, without holes, and that types and shapes give their sizes.
+        // Deserializing checks that the tensors are contiguous, and that types and shapes match their sizes.
         let metadata: Metadata = serde_json::from_slice(header).map_err(|e| e.to_string())?;
         let tensors = metadata.tensors();
         if tensors.len() != self.columns.len() {
@@ -293,7 +295,7 @@ impl FileLayout {
     }
 }
 
-/// Rows of a table that make a group of at most `group_bytes` (one at least).
+/// Number of rows in a group of at most `group_bytes` (at least one).
 pub(crate) fn group_rows(
     optimizer: OptimizerKind,
     dim: usize,

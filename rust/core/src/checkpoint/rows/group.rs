@@ -1,4 +1,4 @@
-//! Turns a group of rows into the bytes of its file. Rows are put in order and copied column by column. The checksum of a chunk is taken
+//! Encodes a group of rows as a file. Rows are sorted and copied column by column. The checksum of a chunk is computed
 //! while the chunk is still in a core's cache.
 
 use std::ops::Range;
@@ -17,32 +17,32 @@ use crate::prefetch::prefetch_range;
 use crate::rows::{RowList, WeightPrecision};
 use crate::sync::lock;
 
-/// How many chunks of a column one thread fills or checks at a time.
+/// Number of chunks of a column that one thread fills or verifies at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
-/// How many rows' metadata one thread fills in at a time. They are whole chunks of every column.
+/// Number of rows whose metadata one thread fills at a time: whole chunks of every column.
 const ROWS_PER_TASK: usize = CHUNK_BYTES / 4;
-/// How many rows ahead a copy asks for memory.
+/// Prefetch distance of a copy, in rows.
 const AHEAD: usize = 8;
 
-/// Makes files of the rows of one rank's part of a table.
+/// Encodes files of the rows of one rank's shard of a table.
 #[derive(Debug)]
 pub(crate) struct GroupEncoder<'a> {
     spec: &'a TableSpec,
     optimizer: OptimizerKind,
     buckets: Range<u32>,
-    /// How many rows a full group has.
+    /// Number of rows of a full group.
     pub(crate) capacity: usize,
-    /// How many floats the vector part of a row has.
+    /// Number of floats in the vector part of a row.
     pub(crate) vector_floats: usize,
     order: GroupOrder,
-    /// Checksums of the rows' parts of each column, where chunks are whole rows.
+    /// Checksums of the rows' parts of each column, if every chunk consists of whole rows.
     sums: Vec<Vec<u32>>,
-    /// By a row's part of a column.
+    /// Shifts a checksum by a row's part of a column.
     shift: ChecksumShift,
 }
 
 impl<'a> GroupEncoder<'a> {
-    /// Of groups of at most `bytes`.
+    /// Creates an encoder of groups of at most `bytes`.
     pub(crate) fn new(spec: &'a TableSpec, optimizer: OptimizerKind, buckets: Range<u32>, bytes: usize) -> Self {
         let dim = spec.dim as usize;
         let capacity = group_rows(optimizer, dim, spec.precision, bytes);
@@ -53,7 +53,7 @@ impl<'a> GroupEncoder<'a> {
         Self { spec, optimizer, buckets, capacity, vector_floats, order: GroupOrder::default(), sums, shift }
     }
 
-    /// How many rows a group of at most `bytes` has.
+    /// Number of rows in a group of at most `bytes`.
     pub(crate) fn rows_of(&self, bytes: usize) -> usize {
         group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, bytes)
     }
@@ -64,13 +64,13 @@ impl<'a> GroupEncoder<'a> {
             .ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))
     }
 
-    /// Bytes of the file of `rows` rows.
+    /// Size of a file with `rows` rows.
     pub(crate) fn file_bytes(&self, rows: usize) -> Result<usize> {
         let layout = self.layout(rows)?;
         Ok(layout.header(self.spec, &self.buckets).len() + layout.data_bytes)
     }
 
-    /// Make the file of `rows`, which come in any order, at the start of `image`, which has room for it.
+    /// Writes the file of `rows`, which are in any order, to the start of `image`, which must be large enough.
     pub(crate) fn write(&mut self, rows: RowList<'_>, image: &mut [u8]) -> Result<DataFile> {
         let of_rows = rows.len() * (GroupOrder::ROW_BYTES + 4 * self.sums.len());
         memory::check_system_memory("order rows for a file", of_rows + self.buckets.len() * GroupOrder::BUCKET_BYTES)?;
@@ -106,7 +106,7 @@ impl<'a> GroupEncoder<'a> {
         Error::new(Kind::Input, format!("table {:?}: {what}", self.spec.table))
     }
 
-    /// Fill the columns and their checksums.
+    /// Fills the columns and their checksums.
     fn fill(&mut self, rows: RowList<'_>, columns: GroupColumns<'_>) -> Result<()> {
         let GroupColumns { mut vectors, mut metadata, starts } = columns;
         let made = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.bucketing());
@@ -153,7 +153,8 @@ impl<'a> GroupEncoder<'a> {
         Ok(())
     }
 
-    /// Fill the column of the weights of a serving checkpoint. `Input` names a row that its precision cannot hold.
+    /// Fills the weight column of a serving checkpoint. Returns `Input`, which names a row that the precision cannot
+    /// represent.
     fn store(&self, rows: RowList<'_>, precision: WeightPrecision, column: &mut [u8]) -> Result<()> {
         let dim = self.spec.dim as usize;
         let row_bytes = precision.row_bytes(dim);
@@ -181,7 +182,7 @@ impl<'a> GroupEncoder<'a> {
         Err(Error::new(Kind::Input, what))
     }
 
-    /// Checksums of chunks from those of their rows.
+    /// Joins the checksums of rows to checksums of chunks.
     fn join_checksums(&self, of_rows: &[u32], sums: &mut [u32]) {
         let rows = CHUNK_BYTES / (self.spec.dim as usize * 4);
         for (sum, of_rows) in sums.iter_mut().zip(of_rows.chunks(rows)) {
@@ -189,14 +190,14 @@ impl<'a> GroupEncoder<'a> {
         }
     }
 
-    /// Fill chunks of weights, or of a slot, whose rows do not begin at cache lines.
+    /// Fills chunks of weights, or of a slot, whose rows are not aligned to cache lines.
     fn fill_vectors(&self, rows: RowList<'_>, floats: Range<usize>, start: usize, bytes: &mut [u8], sums: &mut [u32]) {
         let row_bytes = floats.len() * 4;
         let part = |row: &u32| &rows.get(*row as usize).vector[floats.clone()];
         let mut at = start;
         for (sum, chunk) in sums.iter_mut().zip(bytes.chunks_mut(CHUNK_BYTES)) {
             let mut rest = &mut *chunk;
-            // A chunk can begin and end within a row, where the width of a row is no power of two.
+            // A chunk can start and end within a row if the row size is not a power of two.
             while !rest.is_empty() {
                 let (row, skip) = (at / row_bytes, at % row_bytes);
                 if let Some(later) = self.order.rows.get(row + AHEAD) {
@@ -213,23 +214,24 @@ impl<'a> GroupEncoder<'a> {
     }
 }
 
-/// A column of a file that is made, or whole chunks of one, and the checksums of its chunks.
+/// A column of a file that is being encoded, or whole chunks of one, and the checksums of its chunks.
 struct GroupColumnPart<'a> {
     field: ColumnField,
     bytes: &'a mut [u8],
     sums: &'a mut [u32],
 }
 
-/// A piece of work of one thread.
+/// A unit of work of one thread.
 enum GroupTask<'a> {
-    /// Fill in metadata, of the rows of the file from this number on.
+    /// Fills the metadata of the rows of the file, starting at this number.
     Metadata(usize, Vec<GroupColumnPart<'a>>),
-    /// Take, or join, the checksums of chunks from this byte of their column on; where vectors were not scattered, fill those in too.
+    /// Computes or joins the checksums of chunks, starting at this byte of their column. Also fills in vectors that
+    /// were not scattered.
     Chunks(usize, GroupColumnPart<'a>),
 }
 
 impl<'a> GroupColumnPart<'a> {
-    /// The first `bytes`, whole chunks, or what is left if that is less.
+    /// Splits off the first `bytes` (whole chunks), or the rest if it is shorter.
     fn split_front(&mut self, bytes: usize) -> GroupColumnPart<'a> {
         let end = bytes.min(self.bytes.len());
         let (bytes, later) = std::mem::take(&mut self.bytes).split_at_mut(end);
@@ -243,7 +245,7 @@ impl<'a> GroupColumnPart<'a> {
         starts.map(move |start| GroupTask::Chunks(start, self.split_front(CHUNKS_PER_TASK * CHUNK_BYTES)))
     }
 
-    /// Fill in bytes that are part of one chunk, after those before.
+    /// Writes bytes that are part of one chunk. The bytes of a chunk are written in order.
     fn put(&mut self, at: usize, bytes: &[u8]) {
         let sum = &mut self.sums[at / CHUNK_BYTES];
         *sum = crc32c::crc32c_append(*sum, bytes);
@@ -257,8 +259,8 @@ impl<'a> GroupColumnPart<'a> {
     }
 }
 
-/// The checked columns of a file that is made. Their bytes are aligned for their types: wider columns lie first, in a buffer aligned for
-/// all.
+/// The checksummed columns of a file that is being encoded. Their bytes are aligned for their types, because wider
+/// columns come first in an aligned buffer.
 struct GroupColumns<'a> {
     vectors: Vec<GroupColumnPart<'a>>,
     metadata: Vec<GroupColumnPart<'a>>,
@@ -266,7 +268,7 @@ struct GroupColumns<'a> {
 }
 
 impl<'a> GroupColumns<'a> {
-    /// Of a file without tombstones.
+    /// Columns of a file without tombstones.
     fn of(layout: &FileLayout, bytes: &'a mut [u8], sums: &'a mut [u32]) -> Self {
         let mut all = GroupColumnPart { field: ColumnField::Pad, bytes, sums };
         let starts = GroupColumnPart { field: ColumnField::BucketOffsets, bytes: &mut [], sums: &mut [] };

@@ -6,7 +6,7 @@ use crate::checkpoint::manifest::names::CHUNK_BYTES;
 use crate::error::Result;
 use crate::io::AlignedBuf;
 
-/// Make a file of this layout and header. `fill` is given each column under checksums, which is all zeros, in file order.
+/// Builds a file with this layout and header. `fill` receives each checksummed column, zero-initialized, in file order.
 pub(super) fn image_of(
     (layout, shape): (&FileLayout, DataShape),
     header: &[u8],

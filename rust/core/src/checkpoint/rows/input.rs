@@ -1,4 +1,5 @@
-//! Reads a data file. It is first checked against the manifest and its own header; then the rows of some buckets are read and verified.
+//! Reads a data file: checks it against the manifest and its own header, then reads and verifies the rows of some
+//! buckets.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -16,14 +17,14 @@ use crate::memory;
 use crate::sync::lock;
 use crate::types::{BucketMapper, Id};
 
-/// How many bytes one read request has.
+/// Size of one read request.
 const READ_BYTES: usize = 1 << 20;
-/// How many threads read one file.
+/// Number of threads that read one file.
 const READERS: usize = 4;
-/// How many chunks one thread verifies at a time.
+/// Number of chunks that one thread verifies at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
 
-/// One data file whose header, checksums and bucket offsets are checked.
+/// One data file with verified header, checksums and bucket offsets.
 #[derive(Debug)]
 pub(crate) struct GroupReader {
     path: PathBuf,
@@ -31,16 +32,16 @@ pub(crate) struct GroupReader {
     header_bytes: usize,
     pub(super) layout: FileLayout,
     checksums_crc32c: u32,
-    /// The buckets that are wanted of this file.
+    /// The requested buckets of this file.
     pub(super) buckets: Range<u32>,
     /// The rows of these buckets.
     pub(crate) rows: Range<usize>,
-    /// Whether the optimizer's slots are read.
+    /// True if the optimizer's slots are read.
     pub(crate) slots: bool,
 }
 
 impl GroupReader {
-    /// A file of rows.
+    /// Opens a file of rows.
     pub(crate) fn open(
         engine: &dyn IoEngine,
         path: PathBuf,
@@ -57,7 +58,7 @@ impl GroupReader {
         Self::open_as(layout, engine, path, share, file, buckets)
     }
 
-    /// A file of counts, with those of clicks if `clicks`.
+    /// Opens a counts file; `clicks` is true if it has counts of clicks.
     pub(crate) fn open_counts(
         clicks: bool,
         engine: &dyn IoEngine,
@@ -163,7 +164,7 @@ impl GroupReader {
         Ok(checksums)
     }
 
-    /// Check the padding. No byte of a file may change without being noticed, and that includes bytes that hold nothing.
+    /// Checks the padding: a changed byte is detected anywhere in a file, even in padding.
     fn check_padding(&self, file: &dyn IoFile) -> Result<()> {
         let column = self.layout.column(ColumnField::Pad);
         let offset = (self.header_bytes + column.start) as u64;
@@ -175,7 +176,8 @@ impl GroupReader {
         }
     }
 
-    /// Find the rows of the wanted buckets. The column of bucket offsets is read in windows, because its length is only what a manifest says.
+    /// Finds the rows of the requested buckets. The column of bucket offsets is read in windows, because its length
+    /// comes from a manifest.
     fn read_rows_of_buckets(&self, file: &Arc<dyn IoFile>, share: &RankShare, rows: usize) -> Result<Range<usize>> {
         let column = self.layout.column(ColumnField::BucketOffsets);
         let first = self.buckets.start - share.bucket_begin..self.buckets.end - share.bucket_begin;
@@ -204,7 +206,8 @@ impl GroupReader {
         Ok(found[0]..found[1])
     }
 
-    /// Read and verify a column of integers, [`READ_BYTES`] at a time; `take` is told the number of the first of each window.
+    /// Reads and verifies a column of integers, [`READ_BYTES`] at a time. `take` receives the index of the first value
+    /// of each window.
     pub(super) fn for_each_window<T: bytemuck::Pod>(
         &self,
         file: &Arc<dyn IoFile>,
@@ -221,7 +224,7 @@ impl GroupReader {
         Ok(())
     }
 
-    /// The bytes of the wanted rows in each of their columns.
+    /// Byte ranges of the requested rows in each of their columns.
     fn requested_ranges(&self) -> Vec<(&FileColumn, Range<usize>)> {
         let is_wanted = |column: &&FileColumn| column.field.is_per_row() && (self.slots || !column.field.is_slot());
         self.layout
@@ -235,12 +238,12 @@ impl GroupReader {
             .collect()
     }
 
-    /// Bytes that [`GroupReader::stage`] reads.
+    /// Number of bytes that [`Self::stage`] reads.
     pub(crate) fn staged_bytes(&self) -> usize {
         self.plan_reads(&self.requested_ranges()).last().map_or(0, |extent| extent.staged_at + extent.len)
     }
 
-    /// Read and verify the wanted rows, into a buffer of `staging`.
+    /// Reads and verifies the requested rows, into a buffer of `staging`.
     pub(crate) fn stage(
         &self,
         engine: &dyn IoEngine,
@@ -253,8 +256,8 @@ impl GroupReader {
         Ok(staged)
     }
 
-    /// What to read for byte ranges of columns, in file order: with the rest of the chunks they begin and end in, and of the blocks of
-    /// direct I/O.
+    /// Plans the reads for byte ranges of columns, in file order: extends them to complete checksum chunks and to the
+    /// blocks of direct I/O.
     fn plan_reads(&self, requested: &[(&FileColumn, Range<usize>)]) -> Vec<StagedRange> {
         let mut extents: Vec<StagedRange> = Vec::new();
         for (column, range) in requested {
@@ -273,7 +276,7 @@ impl GroupReader {
         extents
     }
 
-    /// Read byte ranges of columns, and verify every chunk they are in.
+    /// Reads byte ranges of columns, and verifies every chunk that they touch.
     fn read_columns(
         &self,
         staging: &Arc<BufPool>,
@@ -304,7 +307,7 @@ impl GroupReader {
         Ok(staged)
     }
 
-    /// Whether the chunks that byte ranges of columns are in are as they were written.
+    /// Verifies the checksums of the chunks that contain byte ranges of columns.
     fn verify(
         &self,
         staged: &StagedColumns<'_>,
@@ -316,7 +319,7 @@ impl GroupReader {
             range.clone().step_by(CHUNK_BYTES).map(move |start| (*column, start..range.end.min(start + CHUNK_BYTES)))
         });
         let chunks: Vec<(&FileColumn, Range<usize>)> = chunks.collect();
-        // Report the first one in the file, whichever thread found its own first.
+        // Reports the first corrupted chunk of the file, independent of thread timing.
         let damaged = Mutex::new(usize::MAX);
         for_each(chunks.chunks(CHUNKS_PER_TASK).enumerate(), |(task, some)| {
             for (at, (column, range)) in some.iter().enumerate() {
@@ -340,7 +343,7 @@ impl GroupReader {
         self.layout.column(ColumnField::Tombstone).shape[0] as u64
     }
 
-    /// Hand the tombstones of the wanted buckets to `sink`, window by window.
+    /// Passes the tombstones of the requested buckets to `sink`, window by window.
     pub(crate) fn read_tombstones(
         &self,
         engine: &dyn IoEngine,
@@ -356,13 +359,13 @@ impl GroupReader {
         })
     }
 
-    /// Whether the ids are those of the wanted buckets, sorted, each once.
+    /// Checks that the ids belong to the requested buckets, sorted and unique.
     fn check_order(&self, ids: &[Id], bucketing: BucketMapper) -> Result<()> {
         self.check_sorted((ColumnField::Id, self.rows.start), ids, bucketing, &self.buckets, None).map(|_| ())
     }
 
-    /// Check that ids of a column, from row `first` on, are of `buckets`, sorted after `before`, and each there once. Returns the key of the
-    /// last one.
+    /// Checks that the ids of a column, starting at row `first`, belong to `buckets`, and are unique and sorted after
+    /// `before`. Returns the key of the last one.
     fn check_sorted(
         &self,
         (field, first): (ColumnField, usize),
@@ -405,7 +408,7 @@ impl GroupReader {
     }
 }
 
-/// A byte range of a column of `bytes` with the rest of the chunks that it begins and ends in.
+/// Extends a byte range of a column of `bytes` bytes to complete chunks.
 fn chunks_of(range: &Range<usize>, bytes: usize) -> Range<usize> {
     range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES).min(bytes)
 }

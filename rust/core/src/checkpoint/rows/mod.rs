@@ -1,4 +1,4 @@
-//! The files that hold rows: groups of sorted columns, or segments of an SSD tier.
+//! Files that contain rows: groups of sorted columns, or segments of an SSD tier.
 
 pub(crate) mod bucket_sort;
 pub(crate) mod counts;

@@ -1,4 +1,4 @@
-//! The order of a group's rows in their file, by bucket, then by `uint64(id)`; and their metadata in that order.
+//! Order of a group's rows in their file, by bucket, then by `uint64(id)`; and the rows' metadata in that order.
 
 use std::ops::Range;
 
@@ -10,14 +10,14 @@ use crate::rows::{RowHeader, RowList};
 use crate::simd::InstructionSet;
 use crate::types::{BucketMapper, Id};
 
-/// How many rows ahead memory is prefetched.
+/// Prefetch distance in rows.
 const AHEAD: usize = 16;
 
-/// How many rows' metadata are gathered at once. What they take of a column lies within one chunk.
+/// Number of rows whose metadata are gathered at once. Their part of a column is within one chunk.
 pub(crate) const BLOCK_ROWS: usize = 1024;
 const _: () = assert!(CHUNK_BYTES.is_multiple_of(BLOCK_ROWS * 8));
 
-/// Metadata of some rows, column by column, small enough for a core's innermost cache.
+/// Metadata of some rows by column, small enough for a core's L1 cache.
 #[derive(Debug)]
 pub(crate) struct RowMetadataBlock {
     ids: [Id; BLOCK_ROWS],
@@ -49,7 +49,7 @@ impl RowMetadataBlock {
         self.modified_epochs[row] = header.modified_epoch;
     }
 
-    /// The first `rows` of a column. Empty where the field is no column of metadata.
+    /// The first `rows` of a column. Empty if the field is not a metadata column.
     pub(crate) fn column(&self, field: ColumnField, rows: usize) -> &[u8] {
         match field {
             ColumnField::Id => bytemuck::cast_slice(&self.ids[..rows]),
@@ -59,51 +59,51 @@ impl RowMetadataBlock {
             ColumnField::Scalar => bytemuck::cast_slice(&self.scalars[..rows]),
             ColumnField::ModifiedEpoch => bytemuck::cast_slice(&self.modified_epochs[..rows]),
             ColumnField::BucketOffsets | ColumnField::Tombstone | ColumnField::Vector(_) | ColumnField::Checksums | ColumnField::Pad
-            // Of files of counts.
+            // Fields of counts files.
             | ColumnField::Generation | ColumnField::Shows | ColumnField::Clicks | ColumnField::Age => &[],
         }
     }
 }
 
-/// The order of a group. Its memory is used again for the next group.
+/// The order of a group. Its memory is reused for the next group.
 #[derive(Debug, Default)]
 pub(crate) struct GroupOrder {
-    /// By row of the file, the number of the row in the order in which rows came.
+    /// By file row: the row's number in arrival order.
     pub(crate) rows: Vec<u32>,
-    /// By number of a row in the order in which rows came, its row of the file: the inverse of `rows`.
+    /// By number in arrival order: the file row. The inverse of `rows`.
     pub(crate) file_rows: Vec<u32>,
-    /// Where the rows of each bucket start, and the last one's end.
+    /// First row of each bucket, then the number of rows.
     pub(crate) starts: Vec<i64>,
-    /// The ids in the order in which they came.
+    /// Ids in arrival order.
     arrival_ids: Vec<u64>,
-    /// The bucket of each id in `came`, counted from the rank's first bucket.
+    /// Bucket of each id in `arrival_ids`, relative to the rank's first bucket.
     buckets: Vec<u32>,
-    /// The ids sorted by bucket, in no order within a bucket. What follows the last id is room that the sort reads over.
+    /// Ids sorted by bucket, unordered within a bucket, followed by padding that the sort may read.
     ids: Vec<u64>,
-    /// The number in `came` of each id in `ids`.
+    /// Index in `arrival_ids` of each id in `ids`.
     numbers: Vec<u32>,
     ends: Vec<u32>,
 }
 
-/// Why rows have no order.
+/// Reason why rows cannot be ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GroupOrderError {
     /// A row of another rank's bucket.
     ForeignBucket(Id, u32),
-    /// A row that is there twice.
+    /// A duplicate row.
     DuplicateId(Id),
-    /// This row's vector part has another length than the table's rows have.
+    /// A row whose vector part has another length than the table's rows.
     WrongWidth(Id),
 }
 
 impl GroupOrder {
-    /// Bytes of memory that a row takes.
+    /// Bytes of memory per row.
     pub(crate) const ROW_BYTES: usize = 2 * 8 + 4 * 4;
-    /// Bytes of memory that a bucket takes.
+    /// Bytes of memory per bucket.
     pub(crate) const BUCKET_BYTES: usize = 8 + 4;
 
-    /// Order `rows`, of which there are fewer than 2³², with `floats` each. One thread does it: all of it fits into that core's caches, and
-    /// it takes far less time than copying the rows.
+    /// Orders `rows`, fewer than 2³², with `floats` each. Runs on one thread: the data fits into a core's caches, and
+    /// sorting is much faster than copying the rows.
     pub(crate) fn make(
         &mut self,
         rows: RowList<'_>,
@@ -126,7 +126,7 @@ impl GroupOrder {
         let ends = &mut self.ends[..];
         for ((row, came), in_bucket) in rows.iter().zip(&mut self.arrival_ids).zip(&mut self.buckets) {
             let id = row.header.id;
-            // A bucket below the first wraps to a number past all of them.
+            // A bucket below the first wraps to a number greater than all of them.
             let bucket = bucketing.of(id).wrapping_sub(owned.start);
             let Some(count) = ends.get_mut(bucket as usize) else {
                 return Err(GroupOrderError::ForeignBucket(id, bucket.wrapping_add(owned.start)));
@@ -138,13 +138,13 @@ impl GroupOrder {
         let mut row = 0;
         for end in &mut *ends {
             self.starts.push(i64::from(row));
-            // From here on this is where the next row of the bucket goes.
+            // After this, `end` is the position of the next row of the bucket.
             (row, *end) = (row + *end, row);
         }
         self.starts.push(i64::from(row));
         let (ids, numbers) = (&mut self.ids[..], &mut self.numbers[..]);
         for ((number, &id), &bucket) in (0..n).zip(&self.arrival_ids).zip(&self.buckets) {
-            // Near where a later row goes.
+            // Close to the position of a later row.
             let later = ends[self.buckets[(number + AHEAD).min(n - 1)] as usize] as usize;
             prefetch(ids, later);
             prefetch(numbers, later);
@@ -159,7 +159,7 @@ impl GroupOrder {
         twice.map_or(Ok(()), |id| Err(GroupOrderError::DuplicateId(id)))
     }
 
-    /// Gather the metadata of rows of the file from row `first` on. Returns how many rows these are.
+    /// Gathers the metadata of rows of the file, starting at row `first`. Returns the number of rows.
     pub(crate) fn metadata(&self, rows: RowList<'_>, first: usize, to: &mut RowMetadataBlock) -> usize {
         let count = BLOCK_ROWS.min(self.rows.len() - first);
         for (at, &row) in self.rows[first..][..count].iter().enumerate() {
@@ -183,13 +183,13 @@ mod tests {
         RowHeader { id, last_step: bits, count, score: count as f32, scalar: modified_epoch as f32, modified_epoch }
     }
 
-    /// Ids and bucket starts in order, once whatever else is ordered with them is as it should be.
+    /// Returns ids and bucket starts in order, after checking the other results.
     fn order_of(ids: &[Id], owned: Range<u32>, total: u32) -> Result<(Vec<Id>, Vec<i64>), GroupOrderError> {
         let headers: Vec<RowHeader> = ids.iter().map(|&id| header(id)).collect();
         let rows = RowList::block(&headers, &[], 0);
         let mut order = GroupOrder::default();
         let (mut block, mut found) = (RowMetadataBlock::new(), Vec::new());
-        // What it was used for before changes nothing.
+        // Previous use of the order has no effect.
         for n in [rows.len() / 2, rows.len()] {
             order.make(rows.range(0..n), 0, &owned, BucketMapper::new(total))?;
             found.clear();

@@ -35,30 +35,31 @@ use crate::ssd::LinkedSegments;
 use crate::sync::lock;
 use crate::types::Id;
 
-/// How many groups are read ahead, each by a thread and its helpers.
+/// Number of groups that are read ahead, each by a thread and its helpers.
 const AHEAD: usize = 4;
-/// How many files' headers are read at once.
+/// Number of files whose headers are read at once.
 const HEADERS: usize = 8;
-/// How many bytes of rows a sink is given at a time, one row at least.
+/// Bytes of rows passed to a sink per call, at least one row.
 const EMIT_BYTES: usize = 4 << 20;
 
-/// A checkpoint whose manifests are checked.
+/// A checkpoint with checked manifests.
 #[derive(Debug)]
 pub struct OpenCheckpoint {
     directory: CheckpointDirectory,
     identity: CheckpointId,
     manifest: CheckpointManifest,
     pub(crate) ranks: Vec<RankManifest>,
-    /// While this is held no save removes the directory.
+    /// While this lock is held no save removes the directory.
     hold: Mutex<Option<DirLock>>,
 }
 
 impl OpenCheckpoint {
-    /// Read and check the manifests of the checkpoint that `latest` names in `root`, which no save removes until this is dropped or
-    /// [`Checkpoint::release`] is called.
+    /// Reads and checks the manifests of the checkpoint that `latest` names in `root`. No save removes it until this is
+    /// dropped or [`Self::release`] is called.
     ///
-    /// Errors: `Corruption` (missing, damaged, or manifests that contradict each other), `Unsupported` (a newer format), `Storage`,
-    /// `InUse` (a save is removing it). A save may have replaced the checkpoint since `latest` was read: then read that again.
+    /// Errors: `Corruption` (missing, corrupted, or contradictory manifests), `Unsupported` (a newer format),
+    /// `Storage`, `InUse` (a save is removing it). A save may have replaced the checkpoint since `latest` was read; the
+    /// caller then reads `LATEST` again.
     pub fn open(root: &CheckpointDirectory, latest: LatestCheckpoint) -> Result<Self> {
         let directory = root.subdirectory(latest.name);
         let missing = || {
@@ -69,7 +70,7 @@ impl OpenCheckpoint {
             return Err(missing());
         }
         let hold = hold_to_read(&directory)?;
-        // A save may have removed it before it was held.
+        // A save may have removed it before it was locked.
         if !directory.has(MANIFEST_FILE)? {
             return Err(missing());
         }
@@ -82,17 +83,17 @@ impl OpenCheckpoint {
         Ok(Self { directory, identity, manifest, ranks, hold: Mutex::new(Some(hold)) })
     }
 
-    /// Let saves remove the checkpoint. Nothing more may be read of it, unless one that builds on it is held.
+    /// Allows saves to remove the checkpoint. It must not be read after this call, unless a checkpoint based on it is
+    /// held.
     pub fn release(&self) {
         drop(lock(&self.hold).take());
     }
 
-    /// What a delta that builds on it names as its parent.
+    /// Identity that a delta based on this checkpoint names as its parent.
     pub fn identity(&self) -> CheckpointId {
         self.identity.clone()
     }
 
-    /// Its directory.
     pub(crate) fn directory(&self) -> &CheckpointDirectory {
         &self.directory
     }
@@ -102,7 +103,7 @@ impl OpenCheckpoint {
         &self.manifest
     }
 
-    /// A table of the checkpoint. The error is `Mismatch` and lists the tables that it has.
+    /// Returns a table of the checkpoint. Returns `Mismatch`, which lists its tables, if there is no such table.
     pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
         self.manifest.tables.iter().find(|entry| entry.spec.module == module && entry.spec.table == table).ok_or_else(
             || {
@@ -124,7 +125,7 @@ impl OpenCheckpoint {
         )
     }
 
-    /// The rank that alone had rows of a table when there were several ranks; `None` otherwise.
+    /// The only rank with rows of a table, if there were several ranks; `None` otherwise.
     pub(crate) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
         let has = |rank: &&RankManifest| {
             rank.tables.iter().any(|share| share.spec.module == module && share.spec.table == table)
@@ -136,20 +137,21 @@ impl OpenCheckpoint {
         }
     }
 
-    /// What the extents mean, as [`crate::checkpoint::Save::write_dense_metadata`] was given it; `None` where there is no dense part.
+    /// Reads the description of the dense extents that was passed to
+    /// [`crate::checkpoint::CheckpointSave::write_dense_metadata`]; returns `None` if there is no dense state.
     pub fn dense_metadata(&self) -> Result<Option<Vec<u8>>> {
         let path = self.directory.join(DENSE_FILE);
         let read = |entry: &DenseEntry| read_digested(self.directory.engine(), &path, &entry.metadata);
         self.manifest.dense.as_ref().map(read).transpose()
     }
 
-    /// Get ready to read extents of any rank.
+    /// Returns a reader for the dense extents of all ranks.
     pub fn dense_reader(&self) -> DenseReader {
         let shares = self.ranks.iter().map(|rank| rank.dense.as_ref());
         DenseReader::new(&self.directory, shares)
     }
 
-    /// Check the headers and sizes of the files that hold rows of `buckets`, and get ready to read them.
+    /// Checks the headers and sizes of the files with rows of `buckets`, and returns a reader for them.
     pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<TableReader> {
         let spec = self.table(module, table)?.spec.clone();
         let optimizer = spec.optimizer_kind()?;
@@ -196,7 +198,7 @@ impl OpenCheckpoint {
         Ok(CountsReader::new(group, share.bucket_begin, clicks))
     }
 
-    /// Check several files at once: each is a few small reads.
+    /// Checks several files in parallel: each needs a few small reads.
     fn open_groups(&self, requested: Vec<DataFileRequest<'_>>) -> Result<Vec<GroupReader>> {
         let mut groups: Vec<Option<GroupReader>> = requested.iter().map(|_| None).collect();
         let pieces = groups.iter_mut().zip(requested).collect();
@@ -208,7 +210,7 @@ impl OpenCheckpoint {
     }
 }
 
-/// A file: its path, its rank's share of the table, what the manifest says of it, and the buckets wanted.
+/// A file: its path, its rank's shard of the table, its manifest entry, and the requested buckets.
 type DataFileRequest<'a> = (PathBuf, &'a RankShare, &'a DataFile, Range<u32>);
 
 /// Reads the rows of some buckets of one table.
@@ -219,16 +221,16 @@ pub struct TableReader {
     optimizer: OptimizerKind,
     buckets: Range<u32>,
     groups: Vec<GroupReader>,
-    /// The files of counts with ids of the buckets, in the order in which they were written.
+    /// The counts files with ids of the buckets, in the order in which they were written.
     counts: Vec<CountsReader>,
     /// Segments with rows of the buckets, and of others.
     segments: Vec<LinkedSegments>,
-    /// Whether the optimizer's slots are handed over.
+    /// True if rows include the optimizer's slots.
     slots: bool,
 }
 
 impl TableReader {
-    /// Hand rows over without the optimizer's slots, which are not read from data files then.
+    /// Omits the optimizer's slots, which are then not read from data files.
     #[must_use]
     pub fn without_slots(mut self) -> Self {
         self.slots = false;
@@ -236,45 +238,45 @@ impl TableReader {
         self
     }
 
-    /// Whether it hands slots over.
+    /// True if rows include slots.
     pub(crate) fn has_slots(&self) -> bool {
         self.slots
     }
 
-    /// The table as it was saved.
+    /// Metadata of the table as it was saved.
     pub fn spec(&self) -> &TableSpec {
         &self.spec
     }
 
-    /// The buckets it reads.
+    /// The buckets that it reads.
     pub fn buckets(&self) -> &Range<u32> {
         &self.buckets
     }
 
-    /// How many rows [`TableReader::read`] will hand over. Where it reads segments these are at most so many, because the rows of a segment
-    /// are not in the order of buckets.
+    /// Number of rows that [`Self::read`] delivers. An upper bound if it reads segments, because the rows of a segment
+    /// are not ordered by bucket.
     pub fn rows(&self) -> u64 {
         let in_files: u64 = self.groups.iter().map(|group| group.rows.len() as u64).sum();
         in_files + self.segments.iter().map(LinkedSegments::rows).sum::<u64>()
     }
 
-    /// The files with rows, in the order in which [`TableReader::read_columns`] hands their rows over where all buckets are read.
+    /// The files with rows, in the order in which [`Self::read_columns`] delivers their rows if all buckets are read.
     pub(crate) fn row_file_offsets(&self) -> Vec<RowFileOffsets> {
         self.groups.iter().filter(|group| !group.rows.is_empty()).map(GroupReader::row_file_offsets).collect()
     }
 
-    /// No fewer rows than any file of the table has, also in later checkpoints.
+    /// Upper bound of the number of rows in any file of the table, including later checkpoints.
     pub(crate) fn max_rows_per_file(&self) -> usize {
         let here = self.groups.iter().map(|group| group.rows.len()).max().unwrap_or(0);
         here.max(group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, GROUP_BYTES))
     }
 
-    /// Tombstones of the files that hold some of the buckets: no fewer than [`TableReader::read_tombstones`] will hand over.
+    /// Number of tombstones in the files with some of the buckets: an upper bound for [`Self::read_tombstones`].
     pub fn tombstones(&self) -> u64 {
         self.groups.iter().map(GroupReader::tombstones).sum()
     }
 
-    /// Read the tombstones of the buckets, verify them, and hand them to `sink`, some at a time. Errors as [`TableReader::read`].
+    /// Reads and verifies the tombstones of the buckets, and passes them to `sink` in chunks. Errors as [`Self::read`].
     pub fn read_tombstones(&self, sink: &mut dyn FnMut(&[Id]) -> Result<()>) -> Result<()> {
         for group in self.groups.iter().filter(|group| group.tombstones() > 0) {
             group.read_tombstones(&*self.engine, self.spec.bucketing(), sink)?;
@@ -282,36 +284,38 @@ impl TableReader {
         Ok(())
     }
 
-    /// Whether there are counts of ids that wait for rows.
+    /// True if there are admission counts of pending ids.
     pub(crate) fn has_counts(&self) -> bool {
         !self.counts.is_empty()
     }
 
-    /// Whether they count clicks.
+    /// True if they count clicks.
     pub(crate) fn counts_clicks(&self) -> bool {
         self.counts.iter().any(CountsReader::has_clicks)
     }
 
-    /// How many ids have counts.
+    /// Number of ids with counts.
     pub(crate) fn pending(&self) -> u64 {
         self.counts.iter().map(CountsReader::ids).sum()
     }
 
-    /// Read the counts of ids that wait for rows, verify them, and hand those of each bucket to `sink`. A bucket may come in several parts.
-    /// Errors as [`TableReader::read`].
+    /// Reads and verifies the admission counts, and passes those of each bucket to `sink`. A bucket may be delivered in
+    /// several parts. Errors as [`Self::read`].
     pub(crate) fn read_counts(&self, sink: &mut CountsSink<'_>) -> Result<()> {
         let bucketing = self.spec.bucketing();
         self.counts.iter().try_for_each(|counts| counts.read(&*self.engine, bucketing, sink))
     }
 
-    /// Read every row of the buckets, verify it, and hand it to `sink` in chunks of about 4 MiB. At most five groups are in memory (80 MiB).
+    /// Reads and verifies every row of the buckets, and passes it to `sink` in chunks of about 4 MiB. At most five
+    /// groups are in memory (80 MiB).
     ///
-    /// Errors: `Corruption` with the file and the byte, after the rows before were handed over; `Storage`; and those of the sink.
+    /// Errors: `Corruption` with file and byte offset, after the preceding rows were delivered; `Storage`; errors of
+    /// the sink.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<()> {
         self.read_columns(&mut |rows| self.emit(PickedRows::all(rows), sink))
     }
 
-    /// Read as [`TableReader::read`] does, and hand whole groups over as columns.
+    /// Like [`Self::read`], but passes entire groups as columns.
     pub fn read_columns(&self, sink: &mut dyn FnMut(&RowColumns<'_>) -> Result<()>) -> Result<()> {
         for files in &self.segments {
             let mut hand_over =
@@ -328,17 +332,17 @@ impl TableReader {
         };
         let has_room = groups.len() > 1 && can_start_threads();
         std::thread::scope(|scope| {
-            // Thread n mod AHEAD reads group n, so that groups come in order.
+            // Thread n mod AHEAD reads group n, so that groups arrive in order.
             let mut ahead = Vec::new();
             for number in 0..AHEAD.min(groups.len()) {
-                // A thread keeps its group until the caller asks for it.
+                // A thread keeps its group until the caller receives it.
                 let (send, receive) = mpsc::sync_channel(0);
                 let mine = groups.iter().skip(number).step_by(AHEAD);
                 let (staging, behind) = (&staging, BackgroundFlag::of_this_thread());
                 let read = move || {
                     behind.apply();
                     for group in mine {
-                        // After an error of the sink nobody receives this.
+                        // After an error of the sink there is no receiver.
                         if send.send(self.stage(group, staging)).is_err() {
                             return;
                         }
@@ -346,7 +350,8 @@ impl TableReader {
                 };
                 let name = format!("embcache-load-{number}");
                 if !has_room || Builder::new().name(name).spawn_scoped(scope, read).is_err() {
-                    // Without all of the threads nothing is read ahead. Those that were started end, because nobody receives from them.
+                    // Unless all threads start, nothing is read ahead. Threads that were started end, because their
+                    // receivers are dropped.
                     drop(std::mem::take(&mut ahead));
                     return groups.iter().try_for_each(|group| hand_over(self.stage(group, staging)?));
                 }
@@ -361,7 +366,7 @@ impl TableReader {
         group.stage(&*self.engine, staging, self.spec.bucketing())
     }
 
-    /// Hand rows over in chunks, as headers and vectors.
+    /// Passes rows to `sink` in chunks, as headers and vectors.
     pub(crate) fn emit(&self, rows: PickedRows<'_>, sink: &mut RowSink<'_>) -> Result<()> {
         let floats = self.optimizer.layout(self.spec.dim as usize).vector_floats();
         let chunk_rows = (EMIT_BYTES / (floats * 4 + size_of::<RowHeader>())).max(1).min(rows.len().max(1));

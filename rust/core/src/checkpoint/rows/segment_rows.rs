@@ -1,4 +1,4 @@
-//! The rows of segments in columns, as the readers of data files hand them over.
+//! Converts the rows of segments to columns, like those that readers of data files deliver.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use crate::rows::RowRef;
 use crate::ssd::LinkedSegments;
 use crate::types::{BucketMapper, Id};
 
-/// Rows on their way into columns.
+/// Rows that are being collected into columns.
 #[derive(Debug, Default)]
 struct SegmentColumns {
     ids: Vec<Id>,
@@ -52,7 +52,7 @@ impl SegmentColumns {
     }
 }
 
-/// Hand the rows of `buckets` that lie in segments to `sink`, as columns of about `bytes`.
+/// Passes the rows of `buckets` in segments to `sink`, as columns of about `bytes`.
 pub(crate) fn read_segments(
     files: &LinkedSegments,
     buckets: &Range<u32>,

@@ -1,4 +1,5 @@
-//! Tables whose SSD tiers' segments are in a linked checkpoint. A load links the segments back, or reads them row by row.
+//! Tables whose SSD tier's segments are in a linked checkpoint. A load links the segments back, or reads them row by
+//! row.
 
 use std::ops::Range;
 
@@ -9,7 +10,7 @@ use crate::error::{Error, Kind, Result};
 use crate::ssd::{LinkedSegments, SegmentSet, ShardIdentity};
 
 impl OpenCheckpoint {
-    /// The segments that a rank's share of a table consists of, checked as far as their footers go.
+    /// Opens the segments of a rank's shard of a table, with checked footers.
     pub(crate) fn segment_files(
         &self,
         rank: &RankManifest,
@@ -39,9 +40,11 @@ impl OpenCheckpoint {
         )
     }
 
-    /// The segments that a table with exactly these buckets can be opened from. `None` where the rows of the buckets are in data files.
+    /// Returns the segments from which a table with exactly these buckets can be opened. `None` if the rows of the
+    /// buckets are in data files.
     ///
-    /// Errors: `Mismatch` where segments hold the rows of other buckets too, or some only; `Corruption` as [`LinkedSegments::open`].
+    /// Errors: `Mismatch` if segments also contain rows of other buckets, or only of some; `Corruption` as
+    /// [`LinkedSegments::open`].
     pub fn segments_of(&self, module: &str, table: &str, buckets: &Range<u32>) -> Result<Option<LinkedSegments>> {
         let mut found = None;
         for rank in &self.ranks {
@@ -60,7 +63,7 @@ impl OpenCheckpoint {
         found.map(|(rank, share, set)| self.segment_files(rank, share, set)).transpose()
     }
 
-    /// The error of a load that cannot use the segments of a linked checkpoint; `reason` says why.
+    /// Returns the error of a load that cannot use the segments of a linked checkpoint, for `reason`.
     pub fn only_for_same_ranks(&self, reason: &str) -> Error {
         let (dir, world) = (self.directory().path(), self.ranks.len());
         let root = dir.parent().unwrap_or(dir).display();

@@ -1,4 +1,4 @@
-//! The rows of a data file as they were read and verified, and where they lie in the file.
+//! The rows of a data file that were read and verified, and the offsets of its columns.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -11,10 +11,10 @@ use crate::kernels::threads::for_each;
 use crate::memory;
 use crate::rows::{RowLayout, WeightPrecision};
 
-/// How many rows one thread turns into float32 at a time.
+/// Number of rows that one thread converts to float32 at a time.
 const ROWS_PER_TASK: usize = 4096;
 
-/// A data file that was checked, and where the columns start in it that a row is served from, in bytes.
+/// A checked data file, with the byte offsets of the columns from which rows are served.
 #[derive(Clone, Debug)]
 pub(crate) struct RowFileOffsets {
     pub(crate) path: PathBuf,
@@ -26,18 +26,18 @@ pub(crate) struct RowFileOffsets {
     pub(crate) scores: usize,
 }
 
-/// A range of whole blocks of a file, and where its bytes lie in the staging buffer.
+/// A range of whole blocks of a file, and its offset in the staging buffer.
 pub(super) struct StagedRange {
     pub(super) offset: usize,
     pub(super) len: usize,
     pub(super) staged_at: usize,
 }
 
-/// What a file of a serving checkpoint has in another form than a row does, or not at all.
+/// Columns that a serving checkpoint stores in another form, or omits.
 pub(crate) struct DecodedColumns {
     /// `[n, D]`, as float32.
     weights: Vec<f32>,
-    /// Zeros: nothing is modified since such a checkpoint.
+    /// Zeros: no row is modified after such a checkpoint.
     modified_epochs: Vec<u32>,
 }
 
@@ -45,38 +45,39 @@ pub(crate) struct DecodedColumns {
 pub(crate) struct StagedColumns<'a> {
     pub(super) layout: &'a FileLayout,
     pub(super) header_bytes: usize,
-    /// The wanted rows of the file.
+    /// The requested rows of the file.
     pub(super) rows: &'a Range<usize>,
-    /// Whether the optimizer's slots were read.
+    /// True if the optimizer's slots were read.
     pub(super) slots: bool,
     pub(super) buffer: PooledBuf,
     pub(super) ranges: Vec<StagedRange>,
 }
 
 impl StagedColumns<'_> {
-    /// A byte range of a column that was read.
+    /// Bytes of a range of a column that was read.
     pub(super) fn bytes(&self, column: &FileColumn, range: &Range<usize>) -> &[u8] {
         let offset = self.header_bytes + column.start + range.start;
         let after = self.ranges.partition_point(|extent| extent.offset <= offset);
-        // Nothing of an empty column was read.
+        // Nothing was read of an empty column.
         let Some(extent) = self.ranges.get(after.wrapping_sub(1)) else { return &[] };
         let start = extent.staged_at + (offset - extent.offset);
         &self.buffer[start..start + range.len()]
     }
 
-    /// The values there. They are aligned: extents are staged at whole blocks, and columns of wide values lie first in a file.
+    /// Values of a range of a column. They are aligned: ranges are staged at whole blocks, and columns of wide values
+    /// come first in a file.
     pub(super) fn values<T: bytemuck::Pod>(&self, column: &FileColumn, range: Range<usize>) -> &[T] {
         bytemuck::cast_slice(self.bytes(column, &range))
     }
 
-    /// The values of the wanted rows in one of their columns.
+    /// Values of the requested rows in one of their columns.
     pub(super) fn rows<T: bytemuck::Pod>(&self, field: ColumnField) -> &[T] {
         let column = self.layout.column(field);
         let (row, rows) = (column.bytes_per_row(), self.rows);
         self.values(column, rows.start * row..rows.end * row)
     }
 
-    /// What is made of the wanted rows of a serving checkpoint, so that they are columns as those of any other.
+    /// Decodes the requested rows of a serving checkpoint to the columns of other checkpoints.
     pub(crate) fn decode(&self, precision: WeightPrecision, dim: usize) -> Result<DecodedColumns> {
         let rows = self.rows;
         let mut weights = memory::zeros("read rows", rows.len() * dim)?;
@@ -93,7 +94,7 @@ impl StagedColumns<'_> {
         Ok(DecodedColumns { weights, modified_epochs: memory::zeros("read rows", rows.len())? })
     }
 
-    /// The wanted rows. `decoded` is what was made of those of a serving checkpoint.
+    /// The requested rows. `decoded` is required for a serving checkpoint.
     pub(crate) fn columns<'a>(&'a self, layout: RowLayout, decoded: Option<&'a DecodedColumns>) -> RowColumns<'a> {
         let slots = self.slots;
         RowColumns {

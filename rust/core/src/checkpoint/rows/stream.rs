@@ -1,11 +1,11 @@
-//! Copies rows to their file rows in columns. Rows are read in the order in which they lie in memory and written past the caches. Their
-//! checksums are taken on the way.
+//! Scatters rows to their file rows in columns. Rows are read in memory order and written with non-temporal stores.
+//! Their checksums are computed during the copy.
 #![allow(unsafe_code)]
 
 use crate::rows::RowList;
 
-/// Turns the checksum of some bytes into that of the same bytes with `n` zeros behind them, for a fixed `n`. CRC-32C is linear, so this makes
-/// the checksum of two rows from those of each.
+/// Shifts a checksum: from that of some bytes to that of the same bytes followed by `n` zeros, for a fixed `n`. CRC-32C
+/// is linear, so this combines the checksums of two rows.
 pub(crate) struct ChecksumShift([[u32; 256]; 4]);
 
 impl std::fmt::Debug for ChecksumShift {
@@ -28,19 +28,20 @@ impl ChecksumShift {
         self.0.iter().zip(bytes).fold(0, |sum, (table, byte)| sum ^ table[usize::from(byte)])
     }
 
-    /// The checksum of several rows, each as long as this shift, from the checksum of each row.
+    /// Returns the checksum of several rows, each as long as this shift, from the checksum of each row.
     pub(crate) fn join(&self, rows: &[u32]) -> u32 {
         rows.iter().copied().reduce(|sum, row| self.apply(sum) ^ row).unwrap_or(0)
     }
 }
 
-/// Copy each row `i` to file row `file_rows[i]` of the columns. Part `k` of the vector part, `dim` floats wide, goes to column `k`. Where `sums`
-/// is not empty, the CRC-32C of that part goes to the same file row of `sums[k]`. `file_rows` is a permutation of the rows' numbers.
+/// Copies each row `i` to file row `file_rows[i]` of the columns. Part `k` of the vector part, `dim` floats wide, goes
+/// to column `k`. If `sums` is not empty, the CRC-32C of that part goes to the same file row of `sums[k]`. `file_rows`
+/// is a permutation of the rows' numbers.
 ///
-/// Returns false, and does nothing, where rows do not fill whole cache lines or the processor cannot write past its caches.
+/// Returns false, and does nothing, if rows do not fill whole cache lines or the CPU has no non-temporal stores.
 ///
 /// # Panics
-/// When a file row is outside its column.
+/// If a file row is outside its column.
 pub(crate) fn scatter(
     rows: RowList<'_>,
     file_rows: &[u32],
@@ -54,10 +55,10 @@ pub(crate) fn scatter(
     return false;
 }
 
-/// Copy bytes that nobody reads soon. Where the processor can do that, they are written past the caches.
+/// Copies bytes that are not read soon, with non-temporal stores if the CPU supports them.
 ///
 /// # Panics
-/// When the two lengths differ.
+/// If the lengths differ.
 pub(crate) fn copy_past_caches(to: &mut [u8], from: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     x86::copy_past_caches(to, from);
@@ -79,22 +80,23 @@ mod x86 {
     use crate::prefetch::prefetch_range;
     use crate::rows::RowList;
 
-    /// How many floats are written past the caches at once.
+    /// Number of floats per cache line, the unit of non-temporal stores.
     const LINE: usize = 16;
-    /// How many rows one thread copies at a time.
+    /// Number of rows that one thread copies at a time.
     const ROWS_PER_TASK: usize = 2048;
-    /// How many rows are copied side by side. Each step of a row's checksum waits for the step before; steps of several rows overlap. The rows
-    /// come from different stretches of memory, because a processor reads ahead within a page, and so in several pages at once.
+    /// Number of rows that are copied interleaved. Each step of a row's checksum depends on the previous one; steps of
+    /// several rows overlap. The rows come from different parts of memory, because the hardware prefetcher works within
+    /// a page, and so on several pages in parallel.
     const INTERLEAVED_ROWS: usize = 4;
-    /// How many rows ahead a copy prefetches memory.
+    /// Prefetch distance of a copy, in rows.
     const AHEAD: usize = 8;
 
-    /// Whether the processor has what [`FoldingCopyKernel`] needs.
+    /// True if the CPU supports [`FoldingCopyKernel`].
     pub(crate) fn can_fold() -> bool {
         is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("vpclmulqdq")
     }
 
-    /// The work of [`super::scatter`]. `folding` may be true only where [`can_fold`] is.
+    /// Implements [`super::scatter`]. `folding` may be true only if [`can_fold`] is.
     pub(crate) fn scatter(
         rows: RowList<'_>,
         file_rows: &[u32],
@@ -119,37 +121,38 @@ mod x86 {
         let sums: Vec<DisjointPtr<u32>> = sums.iter_mut().map(|sums| DisjointPtr(sums.as_mut_ptr())).collect();
         let to = ScatterTarget { all, dim, columns: &columns, sums: &sums };
         for_each_on_half((0..all).step_by(ROWS_PER_TASK), |begin| {
-            // At the end of these rows the following ones are prefetched.
+            // Includes the first rows of the next task, which are prefetched at the end.
             let later = rows.range(begin..all.min(begin + ROWS_PER_TASK + AHEAD));
             let file_rows = &file_rows[begin..all.min(begin + ROWS_PER_TASK)];
-            // SAFETY: `folding` says that its instructions were found, and every processor with SSE 4.2 has the others. Columns and checksums are borrowed by this call alone and as long as `rows` says; no
-            // two rows have one file row, so no two tasks write the same.
+            // SAFETY: `folding` states that its instructions were detected, and every CPU with SSE 4.2 has the others.
+            // Columns and checksums are borrowed exclusively by this call, for `rows.len()` rows; file rows are unique,
+            // so no two tasks write the same.
             unsafe { if folding { to.copy_folding(later, file_rows) } else { to.copy(later, file_rows) } }
         });
         true
     }
 
-    /// A line.
+    /// A cache line.
     type StreamLine = [u8; LINE * 4];
 
     /// # Safety
-    /// The first is aligned to lines.
+    /// `to` is aligned to cache lines.
     unsafe fn stream_lines_sse(to: &mut [StreamLine], from: &[StreamLine]) {
         for (to, from) in to.iter_mut().zip(from) {
             let (to, from): (*mut f32, *const f32) = (to.as_mut_ptr().cast(), from.as_ptr().cast());
             for at in (0..LINE).step_by(4) {
-                // SAFETY: every processor of this architecture has it; both are of a line, the first aligned to one.
+                // SAFETY: every x86-64 CPU has SSE; both pointers are within a line, and `to` is aligned to one.
                 unsafe { _mm_stream_ps(to.add(at), _mm_loadu_ps(from.add(at))) };
             }
         }
     }
 
     /// # Safety
-    /// AVX-512 F is there, and the first is aligned to lines.
+    /// The CPU has AVX-512 F, and `to` is aligned to cache lines.
     #[target_feature(enable = "avx512f")]
     unsafe fn stream_lines_avx512(to: &mut [StreamLine], from: &[StreamLine]) {
         for (to, from) in to.iter_mut().zip(from) {
-            // SAFETY: both are of a line, the first aligned to one.
+            // SAFETY: both pointers are to a line, and `to` is aligned to one.
             unsafe { _mm512_stream_ps(to.as_mut_ptr().cast(), _mm512_loadu_ps(from.as_ptr().cast())) };
         }
     }
@@ -162,8 +165,8 @@ mod x86 {
         head.copy_from_slice(head_from);
         let (lines, tail) = lines.as_chunks_mut::<{ LINE * 4 }>();
         let (lines_from, tail_from) = lines_from.as_chunks();
-        // SAFETY: every processor of this architecture has SSE, which `stream_lines_sse` needs, and `stream_lines_avx512` is called only where AVX-512 F was
-        // found. Lines of `to` begin at its first aligned byte.
+        // SAFETY: every x86-64 CPU has SSE, which `stream_lines_sse` needs, and `stream_lines_avx512` is called only if
+        // AVX-512 F was detected. The lines of `to` start at its first aligned byte.
         unsafe {
             if is_x86_feature_detected!("avx512f") {
                 stream_lines_avx512(lines, lines_from);
@@ -172,11 +175,11 @@ mod x86 {
             }
         }
         tail.copy_from_slice(tail_from);
-        // SAFETY: every processor of this architecture has SSE. The fence orders the writes past the caches before all later ones.
+        // SAFETY: every x86-64 CPU has SSE. The fence orders the non-temporal stores before all later stores.
         unsafe { _mm_sfence() };
     }
 
-    /// Columns that start at lines and have room for `all` rows of `dim` floats, and checksums of as many, or none.
+    /// Columns that start at cache lines and fit `all` rows of `dim` floats, and as many checksums, or none.
     struct ScatterTarget<'a> {
         all: usize,
         dim: usize,
@@ -186,48 +189,50 @@ mod x86 {
 
     impl ScatterTarget<'_> {
         /// # Safety
-        /// Nobody else uses the rows' file rows.
+        /// No other thread uses the rows' file rows.
         #[target_feature(enable = "sse4.2")]
         unsafe fn copy(&self, rows: RowList<'_>, file_rows: &[u32]) {
-            // SAFETY: the caller promises that nobody else uses these file rows, and this function is compiled for the instructions of `WordCopyKernel`.
+            // SAFETY: the caller guarantees exclusive use of these file rows, and this function is compiled for the
+            // instructions of `WordCopyKernel`.
             unsafe { self.copy_each::<WordCopyKernel>(rows, file_rows) }
         }
 
         /// # Safety
-        /// Nobody else uses the rows' file rows.
+        /// No other thread uses the rows' file rows.
         #[target_feature(enable = "sse4.2,avx512f,vpclmulqdq")]
         unsafe fn copy_folding(&self, rows: RowList<'_>, file_rows: &[u32]) {
-            // SAFETY: the caller promises that nobody else uses these file rows, and this function is compiled for the instructions of
-            // `FoldingCopyKernel`.
+            // SAFETY: the caller guarantees exclusive use of these file rows, and this function is compiled for the
+            // instructions of `FoldingCopyKernel`.
             unsafe { self.copy_each::<FoldingCopyKernel>(rows, file_rows) }
         }
 
-        /// The first of `rows`, as many as there are file rows.
+        /// Copies the first of `rows`, as many as there are file rows.
         ///
         /// # Safety
-        /// Nobody else uses the rows' file rows, and the instructions are there.
-        #[allow(clippy::inline_always)] // Compiled for the instruction set of who calls it.
+        /// No other thread uses the rows' file rows, and the CPU has the instructions of `C`.
+        #[allow(clippy::inline_always)] // Compiled for the instruction set of the caller.
         #[inline(always)]
         unsafe fn copy_each<C: RowCopyKernel>(&self, rows: RowList<'_>, file_rows: &[u32]) {
             let stretch = file_rows.len() / INTERLEAVED_ROWS;
             for begin in 0..stretch {
-                // SAFETY: the caller promises that nobody else uses the file rows and that the processor has the instructions. `begin` and the
-                // rows at each multiple of `stretch` behind it are among the rows.
+                // SAFETY: the caller guarantees exclusive use of the file rows and the CPU's instructions. `begin` and
+                // the rows at each multiple of `stretch` after it are among the rows.
                 unsafe { self.copy_interleaved::<C, INTERLEAVED_ROWS>(rows, file_rows, begin, stretch) };
             }
             for begin in stretch * INTERLEAVED_ROWS..file_rows.len() {
-                // SAFETY: the caller promises that nobody else uses the file rows and that the processor has the instructions. `begin` is a row.
+                // SAFETY: the caller guarantees exclusive use of the file rows and the CPU's instructions. `begin` is a
+                // row.
                 unsafe { self.copy_interleaved::<C, 1>(rows, file_rows, begin, 0) };
             }
-            // SAFETY: every processor with SSE 4.2 has it. What was written past the caches is seen before anything that comes after.
+            // SAFETY: every CPU with SSE 4.2 has it. The fence orders the non-temporal stores before all later stores.
             unsafe { _mm_sfence() };
         }
 
-        /// `N` rows, `stretch` apart, from number `begin` on.
+        /// Copies `N` rows, `stretch` apart, starting at number `begin`.
         ///
         /// # Safety
-        /// Nobody else uses the rows' file rows, and the instructions are there.
-        #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the instruction set of who calls it; plain loops over rows.
+        /// No other thread uses the rows' file rows, and the CPU has the instructions of `C`.
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the caller's instructions; plain loops.
         #[inline(always)]
         unsafe fn copy_interleaved<C: RowCopyKernel, const N: usize>(
             &self,
@@ -255,11 +260,12 @@ mod x86 {
                     to[n] = at;
                 }
                 let sums = self.sums.get(part);
-                // SAFETY: the caller promises the instructions, and that nobody else uses these file rows. Rows are as wide as all columns.
+                // SAFETY: the caller guarantees the instructions and exclusive use of these file rows. Rows are as wide
+                // as all columns.
                 let checksums = unsafe { C::copy(from, to, self.dim, sums.is_some()) };
                 for n in 0..N {
                     if let Some(sums) = sums {
-                        // SAFETY: the file row is within `sums`, and this row's alone.
+                        // SAFETY: the file row is within `sums`, and belongs only to this row.
                         unsafe { sums.at(file_row[n]).write(checksums[n]) };
                     }
                     from[n] = from[n].wrapping_add(self.dim);
@@ -268,17 +274,17 @@ mod x86 {
         }
     }
 
-    /// A way to copy rows past the caches.
+    /// Copies rows with non-temporal stores.
     trait RowCopyKernel {
-        /// `N` rows of `dim` floats; their checksums where those are `with_checksums`.
+        /// Copies `N` rows of `dim` floats. Returns their checksums if `wanted`.
         ///
         /// # Safety
-        /// The instructions are there, whole lines of so many floats at the first addresses, and room for them at the others, which are
-        /// aligned to lines.
+        /// The CPU has the instructions. `dim` is whole cache lines, readable at `from` and writable at `to`, and `to`
+        /// is aligned to lines.
         unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, wanted: bool) -> [u32; N];
     }
 
-    /// With SSE 4.2, a checksum by words.
+    /// Uses SSE 4.2 and computes checksums by words.
     struct WordCopyKernel;
 
     impl RowCopyKernel for WordCopyKernel {
@@ -289,7 +295,8 @@ mod x86 {
             for at in (0..dim).step_by(LINE) {
                 for n in 0..N {
                     for at in (at..at + LINE).step_by(4) {
-                        // SAFETY: the caller promises room for `dim` floats at each address, and lines at the targets; `at` is below `dim`.
+                        // SAFETY: the caller guarantees `dim` floats at each address, and lines at the targets; `at` is
+                        // below `dim`.
                         unsafe { _mm_stream_ps(to[n].add(at), _mm_loadu_ps(from[n].add(at))) };
                     }
                 }
@@ -298,9 +305,9 @@ mod x86 {
                 }
                 for word in (at..at + LINE).step_by(2) {
                     for n in 0..N {
-                        // SAFETY: the caller promises `dim` floats at each address, and `word + 1` is below `dim`.
+                        // SAFETY: the caller guarantees `dim` floats at each address, and `word + 1` is below `dim`.
                         let word = unsafe { from[n].add(word).cast::<u64>().read_unaligned() };
-                        // SAFETY: the caller promises that the processor has SSE 4.2.
+                        // SAFETY: the caller guarantees that the CPU has SSE 4.2.
                         checksums[n] = unsafe { _mm_crc32_u64(checksums[n], word) };
                     }
                 }
@@ -309,15 +316,17 @@ mod x86 {
         }
     }
 
-    /// With AVX-512 F and VPCLMULQDQ, by lines: what was read of a row is folded onto its next line by a product of polynomials (Gopal
-    /// et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction, 2009).
+    /// Uses AVX-512 F and VPCLMULQDQ, by cache lines: the checksum state of a row is folded onto its next line by
+    /// polynomial multiplication (Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
+    /// Instruction, 2009).
     struct FoldingCopyKernel;
 
     impl RowCopyKernel for FoldingCopyKernel {
         #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the caller's instructions; plain loops.
         #[inline(always)]
         unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, _: bool) -> [u32; N] {
-            // SAFETY: the caller promises the instructions, whole lines of `dim` floats at each source, and aligned room for them at each target.
+            // SAFETY: the caller guarantees the instructions, whole lines of `dim` floats at each source, and as many
+            // aligned ones at each target.
             unsafe {
                 let onto_next = _mm512_set_epi64(
                     LINE_FACTORS[1],
@@ -329,7 +338,7 @@ mod x86 {
                     LINE_FACTORS[1],
                     LINE_FACTORS[0],
                 );
-                // The last of a line's four parts stays as it is.
+                // The last of a line's four parts is not multiplied.
                 let onto_last = _mm512_set_epi64(
                     0,
                     0,
@@ -368,14 +377,14 @@ mod x86 {
         }
     }
 
-    /// Each part of 128 bits times its two factors, and `next`.
+    /// Multiplies each part of 128 bits by its two factors, and adds `next`.
     ///
     /// # Safety
-    /// AVX-512 F and VPCLMULQDQ are there.
+    /// The CPU has AVX-512 F and VPCLMULQDQ.
     #[allow(clippy::inline_always)] // A call would move registers through memory.
     #[inline(always)]
     unsafe fn fold(parts: __m512i, by: __m512i, next: __m512i) -> __m512i {
-        // SAFETY: the caller promises that the processor has AVX-512 F and VPCLMULQDQ.
+        // SAFETY: the caller guarantees that the CPU has AVX-512 F and VPCLMULQDQ.
         unsafe {
             let (low, high) =
                 (_mm512_clmulepi64_epi128::<0x00>(parts, by), _mm512_clmulepi64_epi128::<0x11>(parts, by));
@@ -383,17 +392,17 @@ mod x86 {
         }
     }
 
-    /// Factors that move 128 bits over a line of 512 bits.
+    /// Factors that move 128 bits across a line of 512 bits.
     const LINE_FACTORS: [i64; 2] = factors(512);
     /// Factors that move the first three parts of a line, of 128 bits each, onto its last part.
     const PART_FACTORS: [[i64; 2]; 3] = [factors(384), factors(256), factors(128)];
 
-    /// What moves the first and the second half of 128 bits over `bits` more, modulo the polynomial.
+    /// Factors that move the first and the second half of 128 bits by `bits`, modulo the polynomial.
     const fn factors(bits: u32) -> [i64; 2] {
         [power(bits + 32) << 1, power(bits - 32) << 1]
     }
 
-    /// The polynomial x^`n` modulo the polynomial of CRC-32C, its bits reflected.
+    /// The polynomial x^`n` modulo the polynomial of CRC-32C, bit-reflected.
     const fn power(n: u32) -> i64 {
         let (mut power, mut by) = (1_u32 << 31, 0);
         while by < n {

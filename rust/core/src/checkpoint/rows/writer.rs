@@ -20,28 +20,29 @@ use crate::lifecycle::{ExpirySweep, StepClock};
 use crate::rows::RowList;
 use crate::ssd::SegmentSet;
 
-/// Where the system has no memory for a group, groups are made smaller, down to this many bytes.
+/// If an allocation for a group fails, groups are made smaller, down to this many rows.
 const MIN_GROUP_ROWS: usize = 256;
-/// Rows whose number is known are divided into several files, as long as no file is smaller than this.
+/// Number of files into which a known number of rows is divided, as long as no file is smaller than `SMALL_FILE_BYTES`.
 const PARALLEL_FILES: usize = 6;
 const SMALL_FILE_BYTES: usize = 2 << 20;
-/// How many threads make names durable. A file system often does for all of them what it does for one.
+/// Number of threads that make names durable. A file system often commits several names at the cost of one.
 const SYNC_THREADS: usize = 4;
 
-/// Writes one rank's tables into a checkpoint that [`crate::checkpoint::Save::begin`] made.
+/// Writes one rank's tables into a checkpoint created by [`crate::checkpoint::CheckpointSave::begin`].
 ///
-/// It holds the files of six groups at most: one is filled while the others are written (96 MiB with the default size).
+/// It holds at most six group files in memory: one is filled while the others are written (96 MiB with the default
+/// size).
 #[derive(Debug)]
 pub struct RankWriter {
     directory: CheckpointDirectory,
     group_bytes: usize,
     manifest: RankManifest,
-    /// Whether counts of ids that wait for rows are written.
+    /// True if admission counts of pending ids are written.
     counts: bool,
 }
 
 impl RankWriter {
-    /// The part of `rank` (of `world`) in the checkpoint `name` in `root`.
+    /// Creates the writer of the part of `rank` (of `world`) in the checkpoint `name` in `root`.
     pub fn new(root: &CheckpointDirectory, name: CheckpointName, rank: u32, world: u32) -> Result<Self> {
         root.check_to_save()?;
         if rank >= world {
@@ -50,36 +51,37 @@ impl RankWriter {
         Ok(Self::in_dir(root.subdirectory(name), name.to_string(), rank, world))
     }
 
-    /// The part of `rank` (of `world`) in `directory`, that of a checkpoint or of a part of one, which is called `name`.
+    /// Creates the writer of the part of `rank` (of `world`) in `directory`, which belongs to the checkpoint or
+    /// checkpoint part `name`.
     pub(crate) fn in_dir(directory: CheckpointDirectory, name: String, rank: u32, world: u32) -> Self {
         Self { directory, group_bytes: GROUP_BYTES, manifest: RankManifest::new(name, rank, world), counts: true }
     }
 
-    /// Set the rank's extents, which lie in the same directory.
+    /// Sets the rank's dense extents, which are in the same directory.
     pub(crate) fn set_dense(&mut self, dense: DenseShare) {
         self.manifest.dense = Some(dense);
     }
 
-    /// Leave the counts of ids that wait for rows out.
+    /// Omits the admission counts of pending ids.
     #[must_use]
     pub fn without_counts(mut self) -> Self {
         self.counts = false;
         self
     }
 
-    /// Whether counts of ids that wait for rows are written.
+    /// True if admission counts of pending ids are written.
     pub(crate) fn writes_counts(&self) -> bool {
         self.counts
     }
 
-    /// Make groups of at most `bytes`, and of one row at least. The default, and the most, is [`GROUP_BYTES`].
+    /// Limits groups to `bytes`, and at least one row. The default and maximum is [`GROUP_BYTES`].
     #[must_use]
     pub fn with_group_bytes(mut self, bytes: usize) -> Self {
         self.group_bytes = bytes.min(GROUP_BYTES);
         self
     }
 
-    /// Write the rows of one table, all of which are in `buckets`. Returns how many there were.
+    /// Writes the rows of one table, all of which are in `buckets`. Returns the number of rows.
     pub fn write_table(&mut self, spec: TableSpec, buckets: Range<u32>, rows: &mut dyn RowSource) -> Result<u64> {
         let optimizer = spec.optimizer_kind()?;
         let dir = self.begin_table(&spec, &buckets)?;
@@ -117,7 +119,7 @@ impl RankWriter {
         Ok(total_rows)
     }
 
-    /// Check that a table can be written, and make its directory.
+    /// Checks that a table can be written, and creates its directory.
     fn begin_table(&self, spec: &TableSpec, buckets: &Range<u32>) -> Result<PathBuf> {
         spec.check()?;
         if buckets.start > buckets.end || buckets.end > spec.total_num_buckets {
@@ -138,8 +140,8 @@ impl RankWriter {
         Ok(dir)
     }
 
-    /// Put a share of a table into the checkpoint as segments. `link` puts each segment at the path that is given for its serial. Returns what
-    /// `link` returns.
+    /// Adds a shard of a table to the checkpoint as segments. `link` creates each segment at the path for its serial.
+    /// Returns the result of `link`.
     pub(crate) fn write_segments<T>(
         &mut self,
         spec: TableSpec,
@@ -164,7 +166,7 @@ impl RankWriter {
         Ok(linked)
     }
 
-    /// Add a file to the table written last: its image and what the manifest says of it.
+    /// Adds a file, built as image and manifest entry by `make`, to the table written last.
     pub(crate) fn append_file(
         &mut self,
         make: impl FnOnce(&TableSpec, &Range<u32>) -> Result<(AlignedBuf, DataFile)>,
@@ -178,12 +180,12 @@ impl RankWriter {
         Ok(())
     }
 
-    /// Begin the counts of the table written last.
+    /// Starts the counts of the table written last.
     pub(crate) fn set_counts(&mut self, counts: CountsShare) {
         self.manifest.tables.last_mut().expect("a table was written").counts = Some(counts);
     }
 
-    /// Add a file to the counts of the table written last: its image and what the manifest says of it.
+    /// Adds a file, built as image and manifest entry by `make`, to the counts of the table written last.
     pub(crate) fn append_counts_file(
         &mut self,
         make: impl FnOnce(&TableSpec, &Range<u32>) -> Result<(AlignedBuf, DataFile)>,
@@ -198,23 +200,23 @@ impl RankWriter {
         Ok(())
     }
 
-    /// Say of the share that was written last how many rows it has, with those that are in none of its files, and what took rows of its
-    /// parent.
+    /// Sets the total row count of the shard written last, including rows that are in none of its files, and the sweeps
+    /// since its parent.
     pub(crate) fn set_changes(&mut self, rows: u64, sweeps: &[ExpirySweep]) {
         let share = self.manifest.tables.last_mut().expect("a table was written");
         share.total_rows = rows;
         sweeps.clone_into(&mut share.sweeps);
     }
 
-    /// Say when the steps of the table written last were made.
+    /// Sets the step times of the table written last.
     pub(crate) fn set_clock(&mut self, clock: StepClock) {
         self.manifest.tables.last_mut().expect("a table was written").clock = clock;
     }
 
-    /// Make this rank's part durable. The digest goes to the coordinator.
+    /// Makes this rank's part durable. The caller sends the digest to the coordinator.
     pub fn finish(self) -> Result<RankDigest> {
         let (engine, bytes) = (self.directory.engine(), render(&self.manifest)?);
-        // It needs no temporary name: no load uses it before the coordinator's manifest has its checksum.
+        // A temporary name is not needed: no load uses the file before the coordinator's manifest has its checksum.
         let manifest = self.directory.join(rank_file(self.manifest.rank, self.manifest.world));
         let manifest = write_whole(engine, &manifest, &bytes)?;
         let table = |share: &RankShare| self.directory.join(table_dir(&share.spec.module, &share.spec.table));
@@ -227,18 +229,18 @@ impl RankWriter {
     }
 }
 
-/// The files of one rank's part of a table.
+/// The files of one rank's shard of a table.
 struct RowFileWriter<'a, 's, P> {
     format: GroupEncoder<'a>,
     output: BackgroundFileWriter<'s>,
     path: P,
-    /// How many rows a small group has.
+    /// Number of rows of a small group.
     small_group_rows: usize,
-    /// The most rows of a group. These are fewer than the format allows where the system has no memory for those.
+    /// Maximum number of rows per group, less than the format allows after an allocation has failed.
     max_group_rows: usize,
-    /// The most rows of the next group.
+    /// Maximum number of rows of the next group.
     next_group_rows: usize,
-    /// Bytes of a file with `at_once` rows, once they were asked for.
+    /// Cached size of a file with `next_group_rows` rows.
     image_bytes: Option<usize>,
     written_files: Vec<DataFile>,
 }
@@ -250,7 +252,7 @@ impl<P> RowFileWriter<'_, '_, P> {
         Ok(bytes)
     }
 
-    /// Make smaller groups from now on. Returns the error where they are small already.
+    /// Makes later groups smaller. Returns the error if they are small already.
     fn shrink(&mut self, refused: Error) -> Result<()> {
         if refused.kind() != Kind::Memory || self.next_group_rows <= MIN_GROUP_ROWS {
             return Err(refused);

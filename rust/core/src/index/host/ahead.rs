@@ -1,4 +1,4 @@
-//! Looking for the slots of many ids at once.
+//! Lookup of the slots of many ids.
 
 use std::hint::select_unpredictable;
 
@@ -8,38 +8,40 @@ use crate::prefetch::prefetch;
 use crate::simd::InstructionSet;
 use crate::types::{CacheSlot, Id};
 
-/// [`slots_ahead`] prefetches the line of an id this many ids before its turn.
+/// Distance, in ids, at which [`slots_ahead`] prefetches the line of an id.
 const AHEAD: usize = 64;
-/// It does so again this many ids before its turn, because a processor drops some of many prefetches. Of a line that is there it costs
-/// nearly nothing.
+/// Distance, in ids, at which it prefetches the line again, because a CPU drops some of many prefetches. It costs
+/// nearly nothing for a line in the cache.
 const ASKED_AGAIN: usize = 16;
-/// So many ids wait for a later line, whose home line does not have them and was passed, before half of them are looked for together. What
-/// was asked for last arrives meanwhile, and is looked at with the other half.
+/// Number of queued ids whose home line does not have them and was passed, before half of them are looked up together
+/// in a later line. The latest prefetches complete in the meantime, and are used with the other half.
 const PAST: usize = 64;
-/// [`slots_past`] asks again for a line this many ids before its turn.
+/// Distance, in ids, at which [`slots_past`] prefetches a line again.
 const PAST_AGAIN: usize = 6;
 
-/// Write the slot of `ids[i]` to `slots[i]`, or `NO_SLOT` where the lines, of which there is one at least, lack the id. Lines are prefetched.
-/// They may come from a file. Whatever they hold, this ends where one of them says that no id has passed it.
+/// Writes the slot of `ids[i]` to `slots[i]`, or `NO_SLOT` if the lines do not have the id. There must be at least one
+/// line. Lines are prefetched. They may come from a file: for any contents, this terminates if a line states that no id
+/// has passed it.
 pub(crate) fn slots_of(hash: IdHash, lines: &[IndexLine], ids: &[Id], slots: &mut [CacheSlot]) {
     match InstructionSet::best() {
-        // SAFETY: `InstructionSet::best` found that the processor has AVX-512 F.
+        // SAFETY: `InstructionSet::best` has checked that the CPU has AVX-512 F.
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx512 => unsafe { slots_at_once(hash, lines, ids, slots) },
         _ => slots_ahead(hash, lines, ids, slots, IndexLine::tag),
     }
 }
 
-/// Does what [`slots_ahead`] does, with AVX-512.
+/// Like [`slots_ahead`], with AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn slots_at_once(hash: IdHash, lines: &[IndexLine], ids: &[Id], slots: &mut [CacheSlot]) {
     slots_ahead(hash, lines, ids, slots, |line, id| line.tag_at_once(id));
 }
 
-/// Look up `ids`, with `NO_SLOT` for absent ones. `tag_of` looks an id up in one line. Lines are prefetched [`AHEAD`] ids ahead.
+/// Looks up `ids`, with `NO_SLOT` for missing ones. `tag_of` looks an id up in one line. Lines are prefetched [`AHEAD`]
+/// ids ahead.
 #[inline(always)]
-#[allow(clippy::inline_always)] // The caller is compiled for a certain instruction set, and this with it.
+#[allow(clippy::inline_always)] // The caller is compiled for a specific instruction set, and this with it.
 pub(super) fn slots_ahead(
     hash: IdHash,
     lines: &[IndexLine],
@@ -52,7 +54,7 @@ pub(super) fn slots_ahead(
         *ahead = home(hash, lines.len(), *id);
         prefetch(lines, *ahead);
     }
-    // The positions of ids that are to be looked for in a later line, and those lines, which are prefetched meanwhile: oldest first.
+    // Positions of ids to look up in a later line, and those lines, which are being prefetched: oldest first.
     let mut past = [(0, 0); PAST];
     let mut waiting = 0;
     for (done, &id) in ids.iter().enumerate() {
@@ -63,13 +65,14 @@ pub(super) fn slots_ahead(
         let here = &lines[line];
         let tag = tag_of(here, id);
         slots[done] = tag.wrapping_sub(1);
-        // There is no branch, because nobody can foresee who is to be looked for further. The others ask again for the line ahead.
+        // Branchless, because it is unpredictable which ids need a further lookup. The others prefetch the line ahead
+        // again.
         let goes_on = (tag == 0) & (here.passed() != 0);
         let next = following(line, lines.len());
         prefetch(lines, select_unpredictable(goes_on, next, ahead));
         past[waiting] = (done, next);
         waiting += usize::from(goes_on);
-        // Where all of those that were looked for go on, no place is free yet.
+        // If all of these ids need a further lookup, no place is free yet.
         while waiting == PAST {
             waiting = slots_past(lines, ids, slots, &mut past, PAST / 2);
         }
@@ -79,8 +82,8 @@ pub(super) fn slots_ahead(
     }
 }
 
-/// Look for the first `count` of the ids at some positions, each in one line. Those that may be in the next line go behind the others, which
-/// were asked for earlier, and all move to the front. Returns how many there are now.
+/// Looks up the first `count` of the ids at some positions, each in one line. Those that may be in the next line are
+/// moved behind the others, which were prefetched earlier, and all move to the front. Returns their number.
 #[inline(never)]
 fn slots_past(
     lines: &[IndexLine],

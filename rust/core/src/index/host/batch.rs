@@ -1,4 +1,4 @@
-//! Adding many ids at once.
+//! Insertion of many ids.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{_mm512_cmpeq_epi64_mask, _mm512_load_si512, _mm512_set1_epi64, _mm512_test_epi32_mask};
@@ -9,21 +9,21 @@ use crate::prefetch::prefetch;
 use crate::simd::InstructionSet;
 use crate::types::{CacheSlot, Id};
 
-/// The line of an id is prefetched this many ids before its turn.
+/// Distance, in ids, at which the line of an id is prefetched.
 const AHEAD: usize = 64;
-/// Where that line is full by then, the one after it is prefetched this many ids before.
+/// Distance, in ids, at which the next line is prefetched if that line is full.
 const FOLLOWING_AHEAD: usize = 16;
 
-/// What a line says of an id.
+/// The result of a lookup in a line.
 struct LineLookup {
-    /// Whether the id is there.
+    /// True if the id is in the line.
     has: bool,
-    /// How many entries are in use.
+    /// Number of entries in use.
     len: usize,
 }
 
 impl IndexLine {
-    /// Put an id into a free entry.
+    /// Puts an id into a free entry.
     #[inline]
     fn set(&mut self, entry: usize, id: Id, tag: u32) {
         self.ids[entry] = id;
@@ -35,7 +35,7 @@ impl IndexLine {
         LineLookup { has: self.ids[..len].contains(&id), len }
     }
 
-    /// Does what [`Line::look`] does, for all entries at once.
+    /// Like `look`, for all entries in parallel.
     #[cfg(target_arch = "x86_64")]
     #[inline]
     #[target_feature(enable = "avx512f")]
@@ -43,18 +43,18 @@ impl IndexLine {
         // SAFETY: a line has 64 bytes and is aligned to 64.
         let line = unsafe { _mm512_load_si512((&raw const *self).cast()) };
         let equal = u32::from(_mm512_cmpeq_epi64_mask(line, _mm512_set1_epi64(id)));
-        // The tags of the entries follow the ids, each of which is two words of 32 bits. Entries in use come first.
+        // The tags of the entries follow the ids, each of which has two words of 32 bits. Entries in use come first.
         let used = (u32::from(_mm512_test_epi32_mask(line, line)) >> (2 * WIDTH)) & ((1 << WIDTH) - 1);
         LineLookup { has: equal & used != 0, len: used.trailing_ones() as usize }
     }
 }
 
 impl SlotIndex {
-    /// Add ids at slots, none of which is `NO_SLOT`, up to the first id that is present. `ids` and `slots` are `[n]`. The result is how many
-    /// were added. Lines are prefetched.
+    /// Adds ids at slots, none of which is `NO_SLOT`, up to the first id that is present. `ids` and `slots` are `[n]`.
+    /// Returns the number added. Lines are prefetched.
     ///
     /// # Panics
-    /// Panics as [`SlotIndex::insert`] does, and when `ids` and `slots` differ in length.
+    /// As [`SlotIndex::insert`], and if `ids` and `slots` differ in length.
     pub fn insert_new_batch(&mut self, ids: &[Id], slots: &[CacheSlot]) -> usize {
         assert_eq!(ids.len(), slots.len(), "slots and ids must have the same length");
         if ids.is_empty() {
@@ -63,7 +63,7 @@ impl SlotIndex {
         self.reserve(ids.len()).unwrap_or_else(|refused| panic!("{refused}"));
         let (hash, lines) = (self.hash, self.lines_mut());
         let added = match InstructionSet::best() {
-            // SAFETY: `InstructionSet::best` found that the processor has AVX-512 F.
+            // SAFETY: `InstructionSet::best` has checked that the CPU has AVX-512 F.
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => unsafe { put_at_once(hash, lines, ids, slots) },
             _ => put_ahead(hash, lines, ids, slots, IndexLine::look),
@@ -73,16 +73,16 @@ impl SlotIndex {
     }
 }
 
-/// Does what [`put_ahead`] does, with AVX-512.
+/// Like [`put_ahead`], with AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn put_at_once(hash: IdHash, lines: &mut [IndexLine], ids: &[Id], slots: &[CacheSlot]) -> usize {
     put_ahead(hash, lines, ids, slots, |line, id| line.look_at_once(id))
 }
 
-/// Add ids up to the first one that is present, and return how many were added. There is room for all of them.
+/// Adds ids up to the first one that is present, and returns the number added. All of them must fit.
 #[inline(always)]
-#[allow(clippy::inline_always)] // The caller is compiled for a certain instruction set, and this with it.
+#[allow(clippy::inline_always)] // The caller is compiled for a specific instruction set, and this with it.
 fn put_ahead(
     hash: IdHash,
     lines: &mut [IndexLine],
@@ -115,7 +115,7 @@ fn put_ahead(
     ids.len()
 }
 
-/// Add an id whose home is full and does not have it. False says that a later line has it, and that nothing has changed.
+/// Adds an id whose home is full and does not have it. Returns false, without a change, if a later line has it.
 #[inline(always)]
 #[allow(clippy::inline_always)] // As `put_ahead`.
 fn put_past(
@@ -146,13 +146,13 @@ fn put_past(
     true
 }
 
-/// What each way to look at a line says of an id: whether it has it, and how many entries it has.
+/// The results of all implementations of a lookup in a line: true if it has the id, and its number of entries.
 #[cfg(test)]
 pub(super) fn looks_of(line: &IndexLine, id: Id) -> Vec<(bool, usize)> {
     let mut looks = vec![line.look(id)];
     #[cfg(target_arch = "x86_64")]
     if InstructionSet::best() == InstructionSet::Avx512 {
-        // SAFETY: the processor has AVX-512 F.
+        // SAFETY: the CPU has AVX-512 F.
         looks.push(unsafe { line.look_at_once(id) });
     }
     looks.into_iter().map(|LineLookup { has, len }| (has, len)).collect()

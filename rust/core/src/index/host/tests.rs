@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::ahead::slots_ahead;
 use super::*;
 
-/// Every id must be in its home line, or behind full lines, each of which counts it.
+/// Checks that every id is in its home line, or behind full lines, each of which counts it.
 fn check_structure(index: &SlotIndex) {
     let lines = index.lines();
     let mut len = 0;
@@ -71,7 +71,7 @@ fn many_ids_are_added_in_order_up_to_the_first_that_is_there() {
         let slots: Vec<u32> = (0..ids.len() as u32).collect();
         assert_eq!(index.insert_new_batch(&ids[..ids.len() / 2], &slots[..ids.len() / 2]), ids.len() / 2);
         check_structure(&index);
-        // The one in the middle is there already, and so is one of the batch's own.
+        // The id in the middle is present already, and the batch has one id twice.
         let later: Vec<Id> = ids[ids.len() / 2..].iter().copied().chain([ids[0], 1 << 40]).collect();
         let places: Vec<u32> = (ids.len() as u32 / 2..).take(later.len()).collect();
         assert_eq!(index.insert_new_batch(&later, &places), later.len() - 2);
@@ -89,7 +89,7 @@ fn many_ids_are_added_in_order_up_to_the_first_that_is_there() {
 fn a_line_says_the_same_of_an_id_whatever_looks() {
     let mut line: IndexLine = bytemuck::Zeroable::zeroed();
     for len in 0..=WIDTH {
-        // An id that was removed may be left in a free entry, and the count of ids that went past may look like half of one.
+        // A removed id may remain in a free entry, and the count of passed ids may look like half of one.
         line.ids[len..].fill(77);
         line.tags[WIDTH] = len as u32;
         for id in [0, 1, 77, 3 << 32, -1, i64::from(line.tags[0])] {
@@ -104,7 +104,7 @@ fn a_line_says_the_same_of_an_id_whatever_looks() {
     }
 }
 
-/// The number of lines that ids lie past their homes: the sum, and the maximum.
+/// The number of lines between ids and their homes: the sum, and the maximum.
 fn steps_past_homes(index: &SlotIndex) -> (usize, usize) {
     let lines = index.lines();
     let steps = lines.iter().enumerate().flat_map(|(at, line)| {
@@ -124,7 +124,7 @@ fn ids_at_any_stride_lie_three_lines_past_their_homes_on_average_at_most() {
     let others = [3, 5, 60, 3600, 86_400, 4093, 65_537, 0x9e37_79b9_7f4a_7c15, 0xffff_ffff, u64::MAX];
     for stride in fibonacci.chain(powers).chain(others) {
         for seed in [0x1234_5678_9abc_def1, 0xd1b5_4a32_d192_ed03, 0x9e37_79b9_7f4a_7c15] {
-            // This makes the index as full as it gets.
+            // This fills the index to its maximum.
             let mut index = SlotIndex { hash: IdHash::new(seed), ..SlotIndex::new(IDS as usize) };
             for n in 0..IDS {
                 index.insert_new(n.wrapping_mul(stride) as Id, n as u32);

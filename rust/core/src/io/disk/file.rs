@@ -1,4 +1,4 @@
-//! An open file on disk: how it is opened, read in whole sectors, and written.
+//! An open file on disk: opening it, reading it in whole sectors, and writing it.
 
 use std::fs::File;
 use std::io;
@@ -16,27 +16,27 @@ use crate::io::{
     ALIGNMENT, BufPool, FileMapping, IoFile, IoOpenMode, MappingAccess, check_aligned, open_error, short_file_error,
 };
 
-/// Mode of the files that are made, less the bits of the process's umask.
+/// Mode of new files, before the process's umask.
 const FILE_MODE: u32 = 0o640;
-/// Bytes of a bounce buffer: the most that is copied at a time where the caller's memory is not aligned.
+/// Bytes of a bounce buffer: the maximum that is copied at a time if the caller's memory is not aligned.
 const BOUNCE_BYTES: usize = 1 << 20;
-/// Bounce buffers that are kept when nobody uses them.
+/// Maximum number of unused bounce buffers.
 const BOUNCE_BUFFERS: usize = 16;
 
-/// What all files of one engine have in common.
+/// Settings that all files of one engine share.
 #[derive(Clone, Debug)]
 pub(super) struct FileSettings {
-    /// The process that made the engine. No other may use the files.
+    /// The process that created the engine. No other may use the files.
     pub(super) process: u32,
-    /// Whether to ask for `O_DIRECT`.
+    /// If true, requests `O_DIRECT`.
     pub(super) direct: bool,
-    /// The most bytes asked for in one system call. What is longer takes several calls.
+    /// Maximum bytes of one system call. A longer transfer needs several calls.
     pub(super) call_bytes: usize,
     bounce: Arc<BufPool>,
 }
 
 impl FileSettings {
-    /// Files of this process.
+    /// Creates settings for files of this process.
     pub(super) fn new(direct: bool) -> Self {
         let bounce = Arc::new(BufPool::new(BOUNCE_BYTES, BOUNCE_BUFFERS));
         Self { process: std::process::id(), direct, call_bytes: 1 << 30, bounce }
@@ -49,13 +49,13 @@ pub(crate) struct DiskFile {
     path: PathBuf,
     file: File,
     process: u32,
-    /// Offset, length and memory address of a read or write must be multiples of this. It is 1 with the page cache.
+    /// Alignment of the offset, length and memory address of reads and writes. It is 1 with the page cache.
     align: usize,
     bounce: Arc<BufPool>,
     call_bytes: usize,
 }
 
-/// `Kind::State` unless this process is the one that made an engine, whose id is `made`.
+/// Returns `Kind::State` unless this process is the one with the id `made`, which created the engine.
 pub(super) fn check_process(made: u32) -> Result<()> {
     let here = std::process::id();
     if made == here {
@@ -70,7 +70,7 @@ pub(super) fn check_process(made: u32) -> Result<()> {
     ))
 }
 
-/// Repeat a system call for as long as signals interrupt it.
+/// Retries a system call while signals interrupt it.
 pub(super) fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     loop {
         match call() {
@@ -80,7 +80,7 @@ pub(super) fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::R
     }
 }
 
-/// `Kind::Corruption` unless `file` is a regular file. This package writes no others.
+/// Returns `Kind::Corruption` unless `file` is a regular file. This package writes no others.
 pub(crate) fn check_regular(path: &Path, file: &File) -> Result<()> {
     let kind = file.metadata().map_err(|e| Error::io("inspect", path, &e))?.file_type();
     if kind.is_file() {
@@ -96,16 +96,16 @@ pub(crate) fn check_regular(path: &Path, file: &File) -> Result<()> {
     Err(Error::corruption(path, 0, "what is there", "a regular file", found))
 }
 
-/// Turn `O_NONBLOCK` off again. With it `io_uring` would hand back reads that have to wait for the disk.
+/// Clears `O_NONBLOCK`. With it `io_uring` would fail reads that have to wait for the disk.
 fn set_blocking(file: &File) -> io::Result<()> {
     Ok(fcntl_setfl(file, fcntl_getfl(file)? - OFlags::NONBLOCK)?)
 }
 
-/// Turn `O_DIRECT` on where the file system takes it. The result is the alignment in bytes that reads and writes need then.
+/// Sets `O_DIRECT` if the file system supports it. Returns the alignment in bytes that reads and writes then need.
 #[cfg(target_os = "linux")]
 fn enable_direct(file: &File) -> Option<usize> {
     use rustix::fs::{AtFlags, StatxFlags, statx};
-    // Kernels before 6.1 do not tell the alignment. Every device takes multiples of a page.
+    // Kernels before 6.1 do not report the alignment. Every device accepts multiples of a page.
     let align = match statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
         Ok(stat) if stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => {
             stat.stx_dio_offset_align.max(stat.stx_dio_mem_align) as usize
@@ -124,7 +124,8 @@ fn turn_direct(_file: &File) -> Option<usize> {
     None
 }
 
-/// Allocate blocks without changing the file's length. A file system that cannot do this allocates them when they are written.
+/// Allocates blocks without changing the file's length. A file system that cannot do this allocates them when they are
+/// written.
 #[cfg(target_os = "linux")]
 fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
     use rustix::fs::{FallocateFlags, fallocate};
@@ -140,12 +141,13 @@ fn preallocate(_file: &File, _bytes: u64) -> io::Result<()> {
 }
 
 impl DiskFile {
-    /// Open or make a regular file. A symbolic link is `Kind::Path`, anything else that is no regular file `Kind::Corruption`.
+    /// Opens or creates a regular file. A symbolic link is `Kind::Path`, anything else that is not a regular file
+    /// `Kind::Corruption`.
     pub(super) fn open(path: &Path, mode: IoOpenMode, settings: &FileSettings) -> Result<Self> {
         let mut options = File::options();
         options.read(true).custom_flags(libc::O_NOFOLLOW);
         let what = match mode {
-            // Without O_NONBLOCK, opening a pipe that lies in the file's place would wait until somebody writes to it.
+            // Without O_NONBLOCK, opening a pipe in the file's place would wait for a writer.
             IoOpenMode::Read => {
                 options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
                 "open"
@@ -170,7 +172,8 @@ impl DiskFile {
             && let Err(e) = preallocate(&file, bytes)
         {
             let error = Error::io("set aside room for", path, &e);
-            // The caller gets the first error. Where the empty file cannot be removed, the directory's owner sweeps it later.
+            // The caller gets the first error. If the empty file cannot be removed, the directory's owner removes it
+            // later.
             return Err(std::fs::remove_file(path).err().map_or(error.clone(), |e| error.context(format!("({e})"))));
         }
         Ok(Self {
@@ -183,17 +186,18 @@ impl DiskFile {
         })
     }
 
-    /// Offset, length and memory address of a read must be multiples of this; 1 with the page cache.
+    /// Alignment of the offset, length and memory address of a read; 1 with the page cache.
     pub(crate) fn align(&self) -> usize {
         self.align
     }
 
-    /// The most bytes to ask for in one system call.
+    /// Maximum bytes of one system call.
     pub(crate) fn call_bytes(&self) -> usize {
         self.call_bytes
     }
 
-    /// Whether `process` opened this file. A batch asks for its own process id once, and compares it with each file's here.
+    /// True if `process` opened this file. A batch reads its own process id once, and compares it with that of each
+    /// file here.
     pub(crate) fn is_opened_by(&self, process: u32) -> bool {
         self.process == process
     }
@@ -202,7 +206,7 @@ impl DiskFile {
         check_process(self.process)
     }
 
-    /// Read the sectors of a cover into `buffer`, whose start is aligned and which holds at least the cover's span.
+    /// Reads the sectors of a cover into `buffer`, whose start is aligned and which has at least the cover's span.
     pub(crate) fn read_sectors(&self, cover: &mut SectorRead, buffer: &mut [u8]) -> Result<()> {
         if cover.len == 0 {
             return Ok(());
@@ -220,7 +224,7 @@ impl DiskFile {
         }
     }
 
-    /// The error of a read that reaches past the file's end.
+    /// The error of a read that extends past the file's end.
     pub(crate) fn short_read_error(&self, cover: &SectorRead) -> Error {
         let wanted_end = cover.start + (cover.skip + cover.len) as u64;
         self.len().map_or_else(|e| e, |len| short_file_error(&self.path, wanted_end, len))
@@ -231,7 +235,7 @@ impl DiskFile {
         while done < data.len() {
             let part = &data[done..data.len().min(done + self.call_bytes)];
             let count = uninterrupted(|| self.file.write_at(part, offset + done as u64))?;
-            // A direct write must start at a sector. A sector of which the system wrote a part only is written again.
+            // A direct write must start at a sector. A partially written sector is written again.
             let reached = done + count - (done + count) % self.align;
             if reached == done {
                 return Err(io::ErrorKind::WriteZero.into());
@@ -304,7 +308,8 @@ impl IoFile for DiskFile {
 
     fn sync(&self) -> Result<()> {
         self.check_process()?;
-        // fdatasync makes the length durable too. It is not repeated after an error, because the kernel may have dropped the pages.
+        // fdatasync makes the length durable too. It is not retried after an error, because the kernel may have dropped
+        // the pages.
         self.file.sync_data().map_err(|e| Error::io("sync", &self.path, &e))
     }
 

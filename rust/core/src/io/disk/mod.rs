@@ -1,4 +1,4 @@
-//! Files and directories of the real file system, for the engines that differ only in how they read a batch.
+//! Files and directories of the real file system, for the engines that differ only in reading batches.
 
 use std::fmt;
 use std::fs::File;
@@ -22,10 +22,10 @@ mod file;
 #[cfg(test)]
 mod tests;
 
-/// Mode of the directories that are made, less the bits of the process's umask.
+/// Mode of new directories, before the process's umask.
 const DIR_MODE: u32 = 0o750;
 
-/// How a disk engine reads a batch.
+/// Batched reads of a disk engine.
 pub trait BatchReader: Send + Sync + fmt::Debug {
     /// The engine's name without `+direct`.
     fn name(&self) -> &'static str;
@@ -33,14 +33,15 @@ pub trait BatchReader: Send + Sync + fmt::Debug {
     fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>);
 }
 
-/// Files on disk. They are opened with `O_DIRECT` where the file system takes it, and `R` reads their batches.
+/// Files on disk. They are opened with `O_DIRECT` if the file system supports it, and `R` reads their batches.
 ///
-/// An engine belongs to the process that made it. In a child that this process forks, every operation is `Kind::State`.
+/// An engine belongs to the process that created it. In a child that this process forks, every operation returns
+/// `Kind::State`.
 #[derive(Debug)]
 pub struct DiskEngine<R> {
     reader: R,
     files: FileSettings,
-    /// Whether some file had to be opened without `O_DIRECT` although the engine asked for it.
+    /// True if some file was opened without `O_DIRECT` although the engine requested it.
     direct_refused: AtomicBool,
 }
 
@@ -49,7 +50,7 @@ impl<R: BatchReader> DiskEngine<R> {
         Self { reader, files: FileSettings::new(direct), direct_refused: AtomicBool::new(false) }
     }
 
-    /// Ask for at most `bytes` in one system call, so that tests see longer reads and writes continued.
+    /// Limits a system call to `bytes`, so that tests cover continued reads and writes.
     #[cfg(test)]
     pub(super) fn with_call_bytes(mut self, bytes: usize) -> Self {
         self.files.call_bytes = bytes;
@@ -143,7 +144,7 @@ impl<R: BatchReader> IoEngine for DiskEngine<R> {
         self.check_process()?;
         let fail = |errno: Errno| Error::io("link", to, &errno.into());
         let file = file.as_any().downcast_ref::<DiskFile>().ok_or_else(|| fail(Errno::XDEV))?;
-        // The entry in /proc leads to the open file itself. `AT_EMPTY_PATH` would do the same, and needs a capability.
+        // The entry in /proc refers to the open file itself. `AT_EMPTY_PATH` would do the same, but needs a capability.
         let open = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
         linkat(CWD, open, CWD, to, AtFlags::SYMLINK_FOLLOW).map_err(fail)
     }

@@ -1,8 +1,8 @@
-//! A file system in RAM that knows what a power cut would leave. Tests use it in place of a disk.
+//! A file system in RAM that models the effect of a power cut. Tests use it in place of a disk.
 //!
-//! Every file has a *live* and a *durable* content, and the tree has live and durable entries. `sync` makes the content of a file
-//! durable, and `sync_dir` the entries of one directory. A new directory is itself an entry of its parent. [`MemoryEngine::crash`]
-//! makes an engine that holds only what was durable.
+//! Every file has a *live* and a *durable* content, and the tree has live and durable entries. `sync` makes the content
+//! of a file durable, and `sync_dir` the entries of one directory. A new directory is itself an entry of its parent.
+//! [`MemoryEngine::crash`] returns an engine with only the durable state.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -50,7 +50,7 @@ impl Drop for MemoryFileLock {
     }
 }
 
-/// A directory that is held by [`IoEngine::lock_dir_for`].
+/// A directory lock of [`IoEngine::lock_dir_for`].
 struct MemoryDirLock {
     tree: Arc<Mutex<MemoryTree>>,
     dir: PathBuf,
@@ -74,15 +74,16 @@ impl Drop for MemoryDirLock {
 }
 
 impl MemoryEngine {
-    /// What a power cut now would leave: synced contents under synced entries. The copy shares nothing with this engine.
+    /// Returns the state after a power cut: synced contents under synced entries. The copy shares nothing with this
+    /// engine.
     #[must_use]
     pub fn crash(&self) -> Self {
         let tree = locked(&self.tree);
         Self::image(&tree.durable, |content| content.durable.clone())
     }
 
-    /// One of the states that a power cut now might leave besides [`MemoryEngine::crash`]. Of the unsynced changes of entries the
-    /// first few are kept, in their order. Of the unsynced writes any sectors are kept. `seed` decides which.
+    /// Returns another possible state after a power cut than [`MemoryEngine::crash`]. It has the first few of the
+    /// unsynced changes of entries, in order, and any sectors of the unsynced writes. `seed` determines them.
     #[must_use]
     pub fn crash_torn(&self, seed: u64) -> Self {
         let mut draw = SplitMixRng(seed);
@@ -109,7 +110,7 @@ impl MemoryEngine {
         })
     }
 
-    /// What the death of the process alone would leave: everything that was written. Locks are free.
+    /// Returns the state after only the process is killed: everything that was written. Locks are free.
     #[must_use]
     pub fn kill(&self) -> Self {
         let tree = locked(&self.tree);
@@ -162,8 +163,8 @@ impl MemoryEngine {
     }
 }
 
-/// The `SplitMix64` generator (Steele, Lea, Flood, OOPSLA 2014): a counter that steps by the golden ratio, and a mixing function of
-/// it.
+/// The `SplitMix64` generator (Steele, Lea, Flood, OOPSLA 2014): a counter that steps by the golden ratio, and a mixing
+/// function of it.
 struct SplitMixRng(u64);
 
 impl SplitMixRng {
@@ -222,13 +223,13 @@ impl MemoryFile {
 }
 
 impl MemoryEngine {
-    /// Lock the file `file`, whose lock stands for `resource`.
+    /// Locks the file `file`, whose lock represents `resource`.
     fn lock_path(&self, file: &Path, resource: &Path) -> Result<DirLock> {
         let mut tree = locked(&self.tree);
         if !file.parent().is_some_and(|dir| tree.is_dir(dir)) {
             return Err(Error::io("lock", resource, &errno(libc::ENOENT)));
         }
-        // The lock file exists here as on disk, so that a caller who asks whether the directory is empty gets the same answer.
+        // The lock file exists as it does on disk, so that a check for an empty directory has the same result.
         if !tree.live.contains_key(file) {
             tree.change(EntryChange::Add(file.to_owned(), MemoryNode::File(Arc::default())));
         }
@@ -364,7 +365,7 @@ impl IoEngine for MemoryEngine {
         if !matches!(tree.live.get(&path), Some(MemoryNode::Dir)) {
             return Err(Error::io("remove", &path, &errno(libc::ENOENT)));
         }
-        // Children sort behind their directory. In reverse order each directory is empty when its turn comes.
+        // Children sort after their directory. In reverse order each directory is empty when it is removed.
         let inside: Vec<PathBuf> = tree.live.keys().filter(|entry| entry.starts_with(&path)).cloned().collect();
         for entry in inside.into_iter().rev() {
             tree.change(EntryChange::Remove(entry));
@@ -379,8 +380,8 @@ impl IoEngine for MemoryEngine {
         if !tree.is_dir(&path) {
             return Err(Error::io("sync", &path, &errno(libc::ENOENT)));
         }
-        // A rename between two directories is durable as a whole. So it makes the earlier changes of the other directory durable
-        // too.
+        // A rename between two directories is durable atomically. So it also makes the earlier changes of the other
+        // directory durable.
         let mut dirs = BTreeSet::from([path]);
         loop {
             let before = dirs.len();

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// Bytes of a sector of the medium. A torn write keeps or loses each sector as a whole.
+/// Bytes of a sector of the medium. A power cut during a write keeps or loses each sector completely.
 pub(super) const SECTOR: usize = 512;
 
 #[derive(Clone, Debug)]
@@ -35,7 +35,7 @@ pub(super) fn write_into(content: &mut Vec<u8>, offset: usize, data: &[u8]) {
 pub(super) struct MemoryContent {
     pub(super) live: Vec<u8>,
     pub(super) durable: Vec<u8>,
-    /// The edits that lead from `durable` to `live`, in their order.
+    /// The edits from `durable` to `live`, in order.
     pub(super) unsynced: Vec<FileEdit>,
 }
 
@@ -59,7 +59,7 @@ pub(super) enum MemoryNode {
 
 pub(super) type MemoryEntries = BTreeMap<PathBuf, MemoryNode>;
 
-/// A change of directory entries, which happens as a whole or not at all.
+/// An atomic change of directory entries.
 #[derive(Clone, Debug)]
 pub(super) enum EntryChange {
     Add(PathBuf, MemoryNode),
@@ -103,12 +103,12 @@ impl EntryChange {
 pub(super) struct MemoryTree {
     pub(super) live: MemoryEntries,
     pub(super) durable: MemoryEntries,
-    /// The changes in `live` that are not in `durable`, in their order.
+    /// The changes in `live` that are not in `durable`, in order.
     pub(super) unsynced: Vec<EntryChange>,
     pub(super) locked: BTreeSet<PathBuf>,
-    /// The directories that are being read, once for each reader.
+    /// The directories that are being read, once per reader.
     pub(super) shared_locks: Vec<PathBuf>,
-    /// The directories that are being removed or opened.
+    /// The exclusively locked directories.
     pub(super) exclusive_locks: BTreeSet<PathBuf>,
 }
 
@@ -126,7 +126,7 @@ impl MemoryTree {
         self.live.keys().filter(|entry| entry.parent() == Some(path)).cloned().collect()
     }
 
-    /// The number of a file's names.
+    /// Number of a file's names.
     pub(super) fn link_count(&self, content: &Arc<Mutex<MemoryContent>>) -> u64 {
         self.live.values().filter(|node| matches!(node, MemoryNode::File(file) if Arc::ptr_eq(file, content))).count()
             as u64

@@ -1,4 +1,4 @@
-//! The kernels give the same bits on every instruction set, number of threads and kind of memory.
+//! Tests that kernels return bitwise identical results on every instruction set, number of threads and kind of memory.
 #![allow(unsafe_code)]
 
 use super::*;
@@ -6,7 +6,7 @@ use crate::kernels::backward::{backward_on, weight_gradient_on};
 
 /// The outputs, the weight gradients and the rows after two steps.
 fn run_all(isa: InstructionSet, threads: usize, kind: OptimizerKind, dim: usize) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
-    // There are enough rows and bags to give every thread a part.
+    // There are enough rows and bags for every thread.
     let table = KernelTable::new(kind.layout(dim), 400, 3);
     let (mut outs, mut dots) = (Vec::new(), Vec::new());
     for step in 1..=2 {
@@ -115,16 +115,16 @@ fn tensors_and_arena_rows_change_no_bit() {
 #[test]
 fn a_forked_child_runs_on_threads_of_its_own() {
     let expected = run_all(InstructionSet::best(), 2, OptimizerKind::Sgd, 64);
-    // SAFETY: the child only computes, reads memory that no other thread of the parent changes, and leaves by _exit.
+    // SAFETY: the child only computes, reads memory that no other thread of the parent changes, and exits by _exit.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let same = run_all(InstructionSet::best(), 2, OptimizerKind::Sgd, 64) == expected;
-        // SAFETY: _exit ends this process without the test harness's exit handlers.
+        // SAFETY: _exit terminates this process without the test harness's exit handlers.
         unsafe { libc::_exit(if same { 42 } else { 1 }) };
     }
     assert!(child > 0, "fork failed");
     let mut status = 0;
-    // SAFETY: this waits for the child that was made above, and `status` outlives the call.
+    // SAFETY: this waits for the child that was created above, and `status` outlives the call.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 42, "the child ended with status {status}");
 }

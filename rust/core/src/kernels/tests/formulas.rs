@@ -1,4 +1,4 @@
-//! The kernels against a plain reference in float64.
+//! Tests of the kernels against a simple reference in float64.
 #![allow(unsafe_code)]
 
 use super::*;
@@ -128,7 +128,7 @@ fn sequence_forward_copies_rows_and_what_is_absent() {
         let row = floats(9, dim);
         for (threads, absent) in [(1, None), (3, None), (1, Some(row.as_slice())), (3, Some(row.as_slice()))] {
             let mut out = vec![f32::NAN; slots.len() * dim];
-            // SAFETY: slots are below 40, and nobody writes the rows.
+            // SAFETY: slots are below 40, and no thread writes the rows.
             unsafe { forward_sequence(&table.store(), &slots, absent, &mut out, threads) };
             for (slot, out) in slots.iter().zip(out.chunks(dim)) {
                 let none = absent.map_or_else(|| vec![0.0; dim], <[f32]>::to_vec);
@@ -210,7 +210,7 @@ fn the_weight_gradient_is_the_dot_product_with_the_row() {
             let batch = KernelBatch::new(40, dim, seed);
             let pooled = batch.pooled(dim, true, mean);
             let mut out = vec![f32::NAN; batch.slots.len()];
-            // SAFETY: slots are below 40, and nobody writes the rows.
+            // SAFETY: slots are below 40, and no thread writes the rows.
             unsafe {
                 let (absent, gradient) = (batch.absent.as_deref(), pooled.of_weights(&batch.grad));
                 weight_gradient(&table.store(), &batch.slots, absent, &gradient, &mut out, 1);

@@ -1,4 +1,4 @@
-//! The tables and batches on which the kernels are tested.
+//! The tables and batches of the kernel tests.
 #![allow(unsafe_code)]
 
 use super::forward::PooledForward;
@@ -58,7 +58,7 @@ impl KernelTable {
         (0..self.rows)
             .map(|slot| {
                 let row = self.arena.row(slot);
-                // SAFETY: the row is within the arena, and nobody writes it while the borrow of the table lasts.
+                // SAFETY: the row is within the arena, and no thread writes it while the table is borrowed.
                 unsafe {
                     let mut values = std::slice::from_raw_parts(row.vector, self.layout.vector_floats()).to_vec();
                     values.push((*row.header).scalar);
@@ -73,8 +73,8 @@ fn bits(rows: &[Vec<f32>]) -> Vec<u32> {
     rows.iter().flatten().map(|value| value.to_bits()).collect()
 }
 
-/// A batch of two features of one table. Its slots are skewed, some are `NO_SLOT`, and there are empty bags at both ends and
-/// inside.
+/// A batch of two features of one table. Its slots are skewed, some are `NO_SLOT`, and there are empty bags at both ends
+/// and inside.
 struct KernelBatch {
     slots: Vec<CacheSlot>,
     index: TransposedIndex,
@@ -83,7 +83,7 @@ struct KernelBatch {
     weights: Vec<f32>,
     grad: Vec<f32>,
     columns: usize,
-    /// What `NO_SLOT` reads: a row in batches of an even seed, and zeros in others.
+    /// The row that `NO_SLOT` reads: random in batches of an even seed, and zeros in others.
     absent: Option<Vec<f32>>,
 }
 
@@ -134,7 +134,7 @@ impl KernelBatch {
         }
     }
 
-    /// A column of the row that a slot reads, of a table with these rows.
+    /// Returns a column of the row that a slot reads, in a table with these rows.
     fn read(&self, rows: &[Vec<f32>], slot: CacheSlot, column: usize) -> f32 {
         match &self.absent {
             Some(absent) if slot == NO_SLOT => absent[column],
@@ -187,13 +187,14 @@ impl KernelBatch {
                 out_columns: self.columns,
                 column: KernelBatch::column(feature, dim),
             };
-            // SAFETY: the batch's slots are within the table, nobody writes its rows, and `out` has the columns of all bags.
+            // SAFETY: the batch's slots are within the table, no thread writes its rows, and `out` has the columns of
+            // all bags.
             unsafe { call.run(threads) };
         }
         out
     }
 
-    /// What each occurrence adds to its row's gradient, in float64: `[N][D]`.
+    /// The addend of each occurrence to its row's gradient, in float64: `[N][D]`.
     fn occurrence_gradients(&self, dim: usize, weighted: bool, mean: bool) -> Vec<Vec<f64>> {
         let mut gradients = Vec::new();
         for feature in 0..2 {

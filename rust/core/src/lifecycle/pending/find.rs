@@ -1,25 +1,25 @@
-//! Looking for the counts of many ids at once.
+//! Lookups of the counts of many ids.
 
 use super::lines::CounterLookup;
 use super::pool::CounterSpot;
 use super::{AdmissionCounters, FoundCounter};
 use crate::types::Id;
 
-/// Ids of a block. While a block makes a step, what the next step of the others will look at arrives.
+/// Ids of a block. While one block makes a step, prefetches for the next steps of the other blocks complete.
 const BLOCK: usize = 16;
-/// Steps of a block: the five in which something is asked for, and the last.
+/// Steps of a block: the five that prefetch, and the last.
 const STEPS: usize = 6;
 
-/// How far the search for one id has come.
+/// State of the search for one id.
 #[derive(Clone, Copy)]
 struct CounterSearch {
     map: u32,
-    /// The line of the map that is to be looked at, where the search goes on.
+    /// The next line of the map to search.
     at: u32,
-    /// The number in the pool of that line.
+    /// The index of that line in the pool.
     line: usize,
     goes_on: bool,
-    /// What is known where the search has ended.
+    /// The result, once the search has finished.
     found: FoundCounter,
 }
 
@@ -27,10 +27,10 @@ const NOT_FOUND: FoundCounter = FoundCounter { count: 0, spot: CounterSpot::NOWH
 const ENDED: CounterSearch = CounterSearch { map: 0, at: 0, line: 0, goes_on: false, found: NOT_FOUND };
 
 impl AdmissionCounters {
-    /// Hand to `found` each of `all` `[n]`, whose ids `id` tells, and what is known of it. It goes from the first to the last.
+    /// Calls `found` for each of `all` `[n]`, in order, with the counter of its id, which `id` returns.
     ///
-    /// The memory that says where a line is must be there before the line can be asked for, and the home line before the line that follows,
-    /// which many ids are in. So blocks of ids go through their steps one behind the other.
+    /// The directory entry of a line must be in the CPU cache before the line can be prefetched, and the home line
+    /// before the next line, which contains many of the ids. So blocks of ids go through their steps in a pipeline.
     pub(crate) fn find_batch<T>(
         &self,
         all: &mut [T],
@@ -49,7 +49,7 @@ impl AdmissionCounters {
                 match step {
                     0 => block.for_each(|(each, search)| *search = self.begin_search(id(each))),
                     1 => block.for_each(|(_, search)| self.prefetch_home(search)),
-                    // A processor drops some of many prefetches. Of a line that is there another one costs nearly nothing.
+                    // CPUs drop some of many prefetches. Another prefetch of a cached line costs nearly nothing.
                     2 => block.for_each(|(_, search)| self.pool.prefetch_line(search.line)),
                     3 | 4 => block.for_each(|(each, search)| self.look(search, id(each))),
                     _ => block.for_each(|(each, search)| {
@@ -61,7 +61,7 @@ impl AdmissionCounters {
         }
     }
 
-    /// Where the search for an id begins. What says where that line is gets fetched.
+    /// Starts the search for an id, and prefetches the directory entry of its first line.
     #[inline]
     fn begin_search(&self, id: Id) -> CounterSearch {
         let hash = self.hash.of(id);
@@ -79,7 +79,7 @@ impl AdmissionCounters {
         }
     }
 
-    /// Look at one line. The one that follows gets fetched where the search goes on.
+    /// Searches one line. Prefetches the next line if the search continues there.
     #[inline]
     fn look(&self, search: &mut CounterSearch, id: Id) {
         if !search.goes_on {

@@ -1,80 +1,81 @@
-//! A map from ids to small counts, in as few bytes as an exact one takes.
+//! A compact, exact map from ids to small counts.
 //!
-//! It is an open-addressing table of lines. A line is as long as a line of the processor's cache and has five entries, so most look-ups
-//! touch one. A line that is full is marked when an id goes past it, and a search ends at the first line without the mark. The table grows
-//! by a tenth when nine tenths of its entries are taken, so that an entry takes 14 to 16 bytes. Marks of lines from which ids were removed
-//! stay, so the table is made anew, in the size that its ids need, before an eighth of its entries have been removed.
+//! It is an open-addressing table of lines. A line has the size of a CPU cache line and five entries, so most lookups
+//! touch one. A full line is marked when an id is inserted past it, and a search ends at the first line without the
+//! mark. The table grows by a tenth when nine tenths of its entries are in use, so an entry uses 14 to 16 bytes. Marks
+//! of lines from which ids were removed stay, so the table is rebuilt, in the size that its ids need, before an eighth
+//! of its entries have been removed.
 //!
-//! Where its lines are is the business of [`Pool`].
+//! [`CounterPool`] maps its lines to memory.
 
 use super::pool::{CounterEntry, CounterPool, CounterSpot, ENTRIES, PAGE};
 use crate::types::Id;
 
-/// A map from ids to entries, whose memory is in a pool. The caller hashes the ids, always in the same way.
+/// A map from ids to entries, whose memory is in a pool. The caller hashes the ids, always with the same function.
 #[derive(Debug)]
 pub(super) struct CounterMap {
-    /// The table's number in the pool.
+    /// The table's index in the pool.
     table: u32,
     lines: u32,
     len: u32,
-    /// How many ids were removed since the table was made.
+    /// Number of ids removed since the table was built.
     removed: u32,
 }
 
-/// What a line says of an id.
+/// The result of a search for an id in one line.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum CounterLookup {
-    /// Its entry, and where that is.
+    /// Its entry and location.
     Found(CounterSpot, CounterEntry),
-    /// The table does not have it.
+    /// The id is not in the table.
     Absent,
-    /// It may be in this line or a later one.
+    /// The id may be in this line or a later one.
     Further(u32),
 }
 
 impl CounterMap {
-    /// The table with this number in its pool. It has no ids.
+    /// Creates the empty table with this index in its pool.
     pub(super) fn new(table: u32) -> Self {
         Self { table, lines: 0, len: 0, removed: 0 }
     }
 
-    /// How many ids it has.
+    /// Number of ids.
     #[cfg(test)]
     pub(super) fn len(&self) -> u32 {
         self.len
     }
 
-    /// The line where a search for the id with this hash begins. `None` where the table is empty.
+    /// The line at which a search for the id with this hash starts. `None` if the table is empty.
     #[inline]
     pub(super) fn home(&self, hash: u64) -> Option<u32> {
         (self.lines > 0).then(|| (((hash >> 32) * u64::from(self.lines)) >> 32) as u32)
     }
 
-    /// Fetch into the processor's cache what [`Counts::prefetch`] looks at.
+    /// Prefetches the memory that [`CounterMap::prefetch`] reads.
     #[inline]
     pub(super) fn prefetch_page(&self, pool: &CounterPool, home: u32) {
         pool.prefetch_entry(self.table, home);
     }
 
-    /// Fetch into the processor's cache what a search from there looks at first.
+    /// Prefetches the memory that a search from `home` reads first.
     #[inline]
     pub(super) fn prefetch(&self, pool: &CounterPool, home: u32) {
         pool.prefetch_line(pool.line_of(self.table, home));
     }
 
-    /// The number in the pool of a line.
+    /// The index in the pool of a line.
     #[inline]
     pub(super) fn line_of(&self, pool: &CounterPool, at: u32) -> usize {
         pool.line_of(self.table, at)
     }
 
-    /// Look for an id in one line.
+    /// Searches one line for an id.
     #[inline]
     fn look(&self, pool: &CounterPool, at: u32, id: Id) -> CounterLookup {
         self.look_at(pool, self.line_of(pool, at), at, id)
     }
 
-    /// As [`Counts::look`], in a line whose number in the pool is known.
+    /// Like [`CounterMap::look`], in a line whose index in the pool is known.
     #[inline]
     pub(super) fn look_at(&self, pool: &CounterPool, address: usize, at: u32, id: Id) -> CounterLookup {
         let line = pool.line(address);
@@ -87,7 +88,7 @@ impl CounterMap {
         }
     }
 
-    /// Search for an id from a line on: its entry, and where that is.
+    /// Searches for an id, starting at a line. Returns its entry and location.
     #[inline]
     pub(super) fn find_from(&self, pool: &CounterPool, mut at: u32, id: Id) -> Option<(CounterSpot, CounterEntry)> {
         for _ in 0..self.lines {
@@ -100,18 +101,18 @@ impl CounterMap {
         None
     }
 
-    /// The entry of an id, and where it is.
+    /// The entry and location of an id.
     #[inline]
     pub(super) fn find(&self, pool: &CounterPool, id: Id, hash: u64) -> Option<(CounterSpot, CounterEntry)> {
         self.find_from(pool, self.home(hash)?, id)
     }
 
-    /// How many pages it has.
+    /// Number of pages.
     pub(super) fn pages(&self) -> usize {
         self.lines as usize / PAGE
     }
 
-    /// Add an id that is not there, with its entry.
+    /// Adds an id that is not in the table, with its entry.
     pub(super) fn insert(
         &mut self,
         pool: &mut CounterPool,
@@ -122,7 +123,7 @@ impl CounterMap {
     ) {
         let entries = u64::from(self.lines) * ENTRIES as u64;
         if u64::from(self.removed) * 8 > entries {
-            // Room for the ids, and for some more before it grows.
+            // Capacity for the ids, and some more before it grows.
             self.rebuild(pool, self.len / ENTRIES as u32 * 5 / 4 + 1, rehash);
         } else if u64::from(self.len + 1) * 10 > entries * 9 {
             self.rebuild(pool, self.lines + self.lines / 10 + 1, rehash);
@@ -130,19 +131,19 @@ impl CounterMap {
         self.add(pool, id, hash, entry);
     }
 
-    /// Remove the entry at a spot where this table has one.
+    /// Removes the entry at a spot, which must be in this table.
     pub(super) fn remove(&mut self, pool: &mut CounterPool, spot: CounterSpot) {
         pool.line_mut(spot.line()).taken &= !(1 << spot.place());
         self.len -= 1;
         self.removed += 1;
     }
 
-    /// Every id and its entry, in no order.
+    /// All ids and entries, in no order.
     pub(super) fn all<'a>(&'a self, pool: &'a CounterPool) -> impl Iterator<Item = (Id, CounterEntry)> + 'a {
         (0..self.lines).flat_map(|at| pool.line(pool.line_of(self.table, at)).all())
     }
 
-    /// Keep the entries for which `keep` says so, which may change them.
+    /// Keeps the entries for which `keep` returns true. `keep` may change entries.
     pub(super) fn retain(&mut self, pool: &mut CounterPool, mut keep: impl FnMut(Id, &mut CounterEntry) -> bool) {
         for at in 0..self.lines {
             let address = pool.line_of(self.table, at);
@@ -162,7 +163,7 @@ impl CounterMap {
         }
     }
 
-    /// Give all memory back.
+    /// Removes all ids and returns all memory.
     pub(super) fn clear(&mut self, pool: &mut CounterPool) {
         let pages = pool.pages_of(self.table, self.lines).to_vec();
         pool.give_back(&pages);
@@ -174,7 +175,7 @@ impl CounterMap {
         if at + 1 == self.lines { 0 } else { at + 1 }
     }
 
-    /// Add an id that is not there. There is a free entry.
+    /// Adds an id that is not in the table. There must be a free entry.
     fn add(&mut self, pool: &mut CounterPool, id: Id, hash: u64, entry: CounterEntry) {
         let Some(mut at) = self.home(hash) else { return };
         loop {
@@ -190,7 +191,7 @@ impl CounterMap {
         }
     }
 
-    /// Make the table anew with so many lines, or some more.
+    /// Rebuilds the table with at least this number of lines.
     fn rebuild(&mut self, pool: &mut CounterPool, lines: u32, rehash: impl Fn(Id) -> u64) {
         let lines = lines.next_multiple_of(PAGE as u32);
         let old = pool.pages_of(self.table, self.lines).to_vec();
@@ -217,7 +218,7 @@ mod tests {
     use crate::types::hash_id;
 
     impl CounterMap {
-        /// Replace the entry of an id, or add it.
+        /// Inserts or replaces the entry of an id.
         fn put(&mut self, pool: &mut CounterPool, id: Id, entry: CounterEntry, hash: impl Fn(Id) -> u64) {
             match self.find(pool, id, hash(id)) {
                 Some((spot, _)) => pool.replace(spot, entry),
@@ -225,7 +226,7 @@ mod tests {
             }
         }
 
-        /// Remove an id; whether it was there.
+        /// Removes an id. Returns true if it was in the map.
         fn take(&mut self, pool: &mut CounterPool, id: Id, hash: u64) -> bool {
             let found = self.find(pool, id, hash);
             found.inspect(|(spot, _)| self.remove(pool, *spot)).is_some()
@@ -238,7 +239,7 @@ mod tests {
 
     #[test]
     fn it_is_a_map_through_any_puts_and_removals() {
-        // Few hashes, so that lines overflow, and all of them.
+        // Few hashes, so that lines overflow, and all hashes.
         for hashes in [1, 7, u64::MAX] {
             let hash = |id: Id| (hash_id(id) % hashes).wrapping_mul(u64::MAX / hashes);
             let (mut pool, mut map, mut model) = (CounterPool::new(1), CounterMap::new(0), HashMap::new());

@@ -1,11 +1,12 @@
-//! How often ids occurred that have no row yet.
+//! Admission counts: the occurrences of ids that have no row yet.
 //!
-//! The counts are exact. What is forgotten depends on the batches and the settings alone, and not on the number of ranks, on budgets, on
-//! threads, or on the order of the ids within a batch: every bucket of ids forgets by itself, and only between two batches.
+//! The counts are exact. Forgetting depends only on the batches and the settings, and not on the number of ranks, on
+//! budgets, on threads, or on the order of the ids within a batch: every bucket of ids forgets separately, and only
+//! between two batches.
 //!
-//! A bucket has two generations. An id belongs to the current one once it occurs. When a batch ends and the current one has half of the ids
-//! that a bucket may have, or when its window ends, the older one is forgotten, and the current one becomes the older one. So an id is
-//! remembered for one to two windows after its last occurrence.
+//! A bucket has two generations. An id that occurs moves to the current one. When a batch ends and the current
+//! generation has half of the ids that a bucket may have, or when its window ends, the older generation is forgotten,
+//! and the current one becomes the older one. So an id is remembered for one to two windows after its last occurrence.
 
 mod find;
 mod lines;
@@ -22,45 +23,45 @@ use crate::error::Result;
 use crate::index::IdHash;
 use crate::types::{BucketMapper, Id};
 
-/// The largest count that is told apart from larger ones.
+/// The largest threshold: counts saturate at it.
 pub(crate) const MOST_THRESHOLD: u32 = MOST_COUNT;
-/// Bytes of RAM that an id takes at most.
+/// Maximum bytes of RAM per id.
 pub(crate) const BYTES_PER_ID: u64 = 17;
-/// A bucket's ids are in several maps where there may be more than this, because a map that grows moves all its ids at once.
+/// A bucket that may have more ids than this uses several maps, because a map that grows moves all its ids.
 const IDS_PER_MAP: u64 = 1 << 14;
-/// A shard of few buckets has no more maps than this, whatever number of ids its memory has room for. A map takes a page with its first id.
+/// Maximum number of maps of a shard with few buckets, for any memory budget. A map takes a page with its first id.
 const MOST_MAPS: u64 = 1 << 16;
-/// When epochs pass the last tag, this many of the newest ones keep tags of their own.
+/// Number of latest epochs that keep distinct tags when the tags are exhausted.
 const EPOCHS_KEPT: u32 = MOST_TAG / 2;
 
-/// The count of an id that waits for a row.
+/// The count of a pending id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AdmissionCount {
     /// The id.
     pub(crate) id: Id,
     /// Its occurrences, at most 2²⁴ − 1.
     pub(crate) count: u32,
-    /// Whether it belongs to the older generation of its bucket.
+    /// True if it belongs to the older generation of its bucket.
     pub(crate) is_older: bool,
 }
 
-/// What is known of an id: its count, and where that is.
+/// The result of a lookup: the count of an id, and its location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FoundCounter {
-    /// 0 where the id has none.
+    /// 0 if the id has no count.
     pub(crate) count: u32,
-    /// [`Pending::add`] looks there first.
+    /// The location that [`AdmissionCounters::add`] tries first.
     pub(crate) spot: CounterSpot,
 }
 
 /// The two generations of a bucket.
 #[derive(Clone, Copy, Debug, Default)]
 struct BucketGenerations {
-    /// The bit that ids of the current one have.
+    /// The bit of the ids of the current generation.
     current: bool,
-    /// How many ids each of them has, by that bit.
+    /// Number of ids in each generation, indexed by that bit.
     ids: [u32; 2],
-    /// How many generations have ended.
+    /// Number of generations that have ended.
     ended: u64,
 }
 
@@ -71,28 +72,28 @@ pub(crate) struct AdmissionCounters {
     bucketing: BucketMapper,
     hash: IdHash,
     pool: CounterPool,
-    /// `parts` for each bucket.
+    /// The maps: `parts` for each bucket.
     maps: Vec<CounterMap>,
     parts: u64,
     generations: Vec<BucketGenerations>,
-    /// Ids that a generation of a bucket may have.
+    /// Maximum number of ids in a generation of a bucket.
     generation_ids: u32,
     window: Option<NonZeroU64>,
-    /// The epoch of tag 0. Ids with it were last counted then or before.
+    /// The epoch of tag 0. Ids with this tag were last counted in this epoch or before.
     first_epoch: u32,
     forgotten: u64,
-    /// Whether ids were forgotten because a bucket was full.
+    /// True if ids were forgotten because a bucket was full.
     ran_full: bool,
     /// Buckets whose current generation may have become full in this batch.
     full: Vec<u32>,
-    /// No map has more pages.
+    /// Maximum number of pages of a map.
     most_pages: usize,
 }
 
 impl AdmissionCounters {
-    /// No counts, of a shard with these buckets. `window` is in steps.
+    /// Creates empty counts of a shard with these buckets. `window` is in steps.
     ///
-    /// All shards of the table together take at most `memory` bytes, and what the ids of one batch take.
+    /// All shards of the table together use at most `memory` bytes, plus the memory for the ids of one batch.
     pub(crate) fn new(buckets: Range<u32>, bucketing: BucketMapper, memory: u64, window: Option<NonZeroU64>) -> Self {
         let generation_ids = (memory / BYTES_PER_ID / u64::from(bucketing.total()) / 2).clamp(1, 1 << 30);
         let count = buckets.len();
@@ -116,34 +117,34 @@ impl AdmissionCounters {
         }
     }
 
-    /// How many ids have counts.
+    /// Number of ids that have counts.
     pub(crate) fn len(&self) -> u64 {
         self.generations.iter().map(|bucket| u64::from(bucket.ids[0]) + u64::from(bucket.ids[1])).sum()
     }
 
-    /// Ids that were forgotten because a bucket was full or a window ended.
+    /// Number of ids that were forgotten because a bucket was full or a window ended.
     pub(crate) fn forgotten(&self) -> u64 {
         self.forgotten
     }
 
-    /// Whether ids were forgotten because a bucket was full, and not only because a window ended.
+    /// True if ids were forgotten because a bucket was full, and not only because a window ended.
     pub(crate) fn ran_full(&self) -> bool {
         self.ran_full
     }
 
-    /// Bytes of RAM that the counts take.
+    /// Bytes of RAM in use by the counts.
     pub(crate) fn bytes(&self) -> u64 {
         self.pool.bytes()
     }
 
-    /// The counts of `ids` `[n]`, 0 where there is none: into `counts` `[n]`.
+    /// Writes the counts of `ids` `[n]`, 0 if an id has none, to `counts` `[n]`.
     pub(crate) fn get_batch(&self, ids: &[Id], counts: &mut [u32]) {
         let mut pairs: Vec<(Id, u32)> = ids.iter().map(|&id| (id, 0)).collect();
         self.find_batch(&mut pairs, |pair| pair.0, |pair, found| pair.1 = found.count);
         counts.iter_mut().zip(pairs).for_each(|(count, pair)| *count = pair.1);
     }
 
-    /// Fetch what [`Pending::add`] will touch into the processor's cache.
+    /// Prefetches the memory that [`AdmissionCounters::add`] accesses.
     #[inline]
     pub(crate) fn prefetch(&self, id: Id, spot: CounterSpot) {
         if spot != CounterSpot::NOWHERE {
@@ -156,17 +157,17 @@ impl AdmissionCounters {
         }
     }
 
-    /// Have memory for so many more ids.
+    /// Allocates memory for this number of additional ids.
     ///
     /// Errors: `Memory`.
     pub(crate) fn reserve(&mut self, ids: usize) -> Result<()> {
-        // Each of the maps may grow, the largest of them too.
+        // Any of the maps may grow, including the largest.
         let growing = ids.min(self.maps.len());
         self.pool.reserve(growing * self.most_pages / 8 + ids + 2 * growing + self.most_pages)
     }
 
-    /// Count `occurrences` more of an id, in `epoch`, once there is memory for it. `spot` is where it was found, if it was; it may have
-    /// been counted, moved or forgotten since.
+    /// Adds `occurrences` to the count of an id, in `epoch`. Memory must have been reserved. `spot` is the location
+    /// from an earlier search; since then the id may have been counted, moved or forgotten.
     #[inline]
     pub(crate) fn add(&mut self, id: Id, spot: CounterSpot, occurrences: u32, epoch: u32) {
         let bucket = self.bucket(id);
@@ -205,10 +206,11 @@ impl AdmissionCounters {
         self.most_pages = self.most_pages.max(self.maps[map].pages());
     }
 
-    /// A batch was counted, and made this step. Returns the buckets whose generations are to [end](Pending::end_generation): those that are
-    /// full, and those whose window is over. A bucket for which both is true ends one generation, so that what the step counted is remembered.
+    /// Ends a counted batch with this step. Returns the buckets whose [generation must
+    /// end](AdmissionCounters::end_generation): those that are full, and those whose window is over. A bucket for which
+    /// both is true ends one generation, so that the counts of the step are remembered.
     ///
-    /// Windows end for some buckets in each step, so that no step has much to do.
+    /// Windows end for some buckets in each step, which spreads the work.
     pub(crate) fn ending(&mut self, step: u64) -> Vec<u32> {
         let mut ending = std::mem::take(&mut self.full);
         ending.retain(|&bucket| {
@@ -219,7 +221,7 @@ impl AdmissionCounters {
         });
         if let Some(window) = self.window {
             let total = u64::from(self.bucketing.total());
-            // Bucket b's windows end at the steps s at which the line from (0, 0) to (window, total) passes b.
+            // The windows of bucket b end at the steps s at which the line from (0, 0) to (window, total) passes b.
             let within = step % window;
             let of = |within: u64| (u128::from(within) * u128::from(total) / u128::from(window.get())) as u32;
             ending.extend((of(within)..of(within + 1)).filter(|bucket| self.buckets.contains(bucket)));
@@ -229,14 +231,14 @@ impl AdmissionCounters {
         ending
     }
 
-    /// Let no bucket be full. Its generations end with those of other counts.
+    /// Disables the limit of ids per bucket. Generations end together with those of other counters.
     #[must_use]
     pub(crate) fn never_full(mut self) -> Self {
         self.generation_ids = u32::MAX;
         self
     }
 
-    /// Forget the count of an id, which has a row now.
+    /// Forgets the count of an id that got a row.
     pub(crate) fn remove(&mut self, id: Id) {
         let bucket = self.bucket(id);
         if let Some((spot, entry)) = self.search(bucket, id) {
@@ -246,7 +248,7 @@ impl AdmissionCounters {
         }
     }
 
-    /// Forget everything.
+    /// Forgets all counts.
     pub(crate) fn clear(&mut self) {
         for map in &mut self.maps {
             map.clear(&mut self.pool);
@@ -256,13 +258,13 @@ impl AdmissionCounters {
         self.first_epoch = 0;
     }
 
-    /// How many generations of a bucket have ended, modulo 2³².
+    /// Number of generations of a bucket that have ended, modulo 2³².
     pub(crate) fn generation(&self, bucket: u32) -> u32 {
         self.generations[(bucket - self.buckets.start) as usize].ended as u32
     }
 
-    /// Put counts into a bucket that has none. `generation` is how many generations of the bucket have ended. They count as counted in
-    /// `epoch`.
+    /// Restores the counts of an empty bucket, in `epoch`. `generation` is the number of generations of the bucket that
+    /// have ended.
     ///
     /// Errors: `Memory`, and the bucket has some of the counts.
     pub(crate) fn restore(
@@ -278,7 +280,7 @@ impl AdmissionCounters {
                 self.add(count.id, CounterSpot::NOWHERE, count.count, epoch);
             }
             if older {
-                // What was counted so far is of the generation before.
+                // The counts added up to this point belong to the older generation.
                 let generations = &mut self.generations[(bucket - self.buckets.start) as usize];
                 generations.current = !generations.current;
             }
@@ -286,12 +288,13 @@ impl AdmissionCounters {
         Ok(())
     }
 
-    /// The counts of a bucket of this shard, ids rising as unsigned numbers.
+    /// The counts of a bucket of this shard, in ascending order of the ids as unsigned integers.
     pub(crate) fn of_bucket(&self, bucket: u32) -> Vec<AdmissionCount> {
         self.listed(bucket, |_| true)
     }
 
-    /// As [`Pending::of_bucket`], of the ids that were counted in epoch `since` or later. A few others may be among them.
+    /// Like [`AdmissionCounters::of_bucket`], for the ids that were counted in epoch `since` or later. May include a
+    /// few others.
     pub(crate) fn of_bucket_since(&self, bucket: u32, since: u32) -> Vec<AdmissionCount> {
         self.listed(bucket, |entry| self.first_epoch + entry.tag >= since)
     }
@@ -308,7 +311,7 @@ impl AdmissionCounters {
         counts
     }
 
-    /// Forget the older generation of a bucket. Its current one becomes the older one.
+    /// Forgets the older generation of a bucket. Its current generation becomes the older one.
     pub(crate) fn end_generation(&mut self, bucket: u32) {
         let bucket = (bucket - self.buckets.start) as usize;
         let generations = &mut self.generations[bucket];
@@ -325,7 +328,7 @@ impl AdmissionCounters {
         }
     }
 
-    /// The tag of `epoch`. Where it is past the last tag, older epochs are told apart no more.
+    /// The tag of `epoch`. If the tags are exhausted, older epochs are merged into one tag.
     #[inline]
     fn tag(&mut self, epoch: u32) -> u32 {
         let tag = epoch.saturating_sub(self.first_epoch);

@@ -1,8 +1,8 @@
 //! The memory of the maps from ids to counts: lines of entries, in pages.
 //!
-//! Pages of all maps come from one pool, because growing by copies would leave holes in the heap. A page that is not in use has no entries,
-//! and an id has one entry in a pool at most. So an entry that was found once can be found again by its [`Spot`], without a search, as long
-//! as the id is still there.
+//! Pages of all maps come from one pool, because growing by copies would fragment the heap. A page that is not in use
+//! has no entries, and an id has at most one entry in a pool. So an entry can be found again by its [`CounterSpot`],
+//! without a search, while the id is in the pool.
 
 use crate::error::Result;
 use crate::mapping::ZeroedSlice;
@@ -14,24 +14,24 @@ use crate::types::Id;
 pub(super) const ENTRIES: usize = 5;
 /// Lines of a page.
 pub(super) const PAGE: usize = 8;
-/// Lines that are asked from the system at once: 32 MiB. They come untouched, so that what is not used costs no memory.
+/// Lines per memory allocation: 32 MiB. They are mapped but not touched, so unused lines use no memory.
 const CHUNK: usize = 1 << 19;
 /// Bits of a count.
 const COUNT_BITS: u32 = 24;
 /// Bits of a tag.
 const TAG_BITS: u32 = 7;
 
-/// The largest count. A larger one stays at it.
+/// The largest count. Counts saturate at it.
 pub(super) const MOST_COUNT: u32 = (1 << COUNT_BITS) - 1;
 /// The largest tag.
 pub(super) const MOST_TAG: u32 = (1 << TAG_BITS) - 1;
 
-/// What the map knows of an id.
+/// The entry of an id in a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CounterEntry {
     /// At most [`MOST_COUNT`].
     pub(super) count: u32,
-    /// Which of two generations the entry belongs to.
+    /// The entry's generation, one of two.
     pub(super) generation: bool,
     /// At most [`MOST_TAG`].
     pub(super) tag: u32,
@@ -52,16 +52,17 @@ impl CounterEntry {
 pub(super) struct CounterLine {
     pub(super) ids: [Id; ENTRIES],
     pub(super) entries: [u32; ENTRIES],
-    /// The entries that are taken, as bits.
+    /// Bit set of the entries in use.
     pub(super) taken: u8,
-    /// Whether an id went past this line because it was full.
+    /// True if an id was inserted in a later line because this line was full.
     pub(super) passed: u8,
 }
 
 const _: () = assert!(size_of::<CounterLine>() == 64);
 
 impl CounterLine {
-    /// The place of an id. Every place is compared, since a branch that depends on the place would be foreseen seldom.
+    /// Returns the place of an id. Every place is compared, since a branch that depends on the place is rarely
+    /// predicted.
     #[inline]
     pub(super) fn find(&self, id: Id) -> Option<usize> {
         let same = (0..ENTRIES).fold(0, |same, at| same | u8::from(self.ids[at] == id) << at) & self.taken;
@@ -84,14 +85,14 @@ impl CounterLine {
     }
 }
 
-/// Where an entry was found.
+/// The location of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CounterSpot(u64);
 
 impl CounterSpot {
-    /// No entry was found.
+    /// The location of no entry.
     pub(crate) const NOWHERE: Self = Self(u64::MAX);
-    /// A spot has room for more places than a line.
+    /// Spots are numbered with more places than a line has.
     const PLACES: u64 = 8;
 
     #[inline]
@@ -114,26 +115,26 @@ impl CounterSpot {
 #[derive(Debug)]
 pub(super) struct CounterPool {
     chunks: Vec<ZeroedSlice<CounterLine>>,
-    /// Pages that were ever taken.
+    /// Number of pages that were ever taken.
     taken: u32,
-    /// Pages that were given back.
+    /// Pages that were returned.
     free: Vec<u32>,
-    /// The pages of each table: `[tables, stride]`. They are in one array, which one look-up fewer leads to than to an array each, and which
-    /// leaves no holes in the heap where tables grow.
+    /// The pages of each table: `[tables, stride]`. One array needs one lookup less than an array per table, and does
+    /// not fragment the heap when tables grow.
     directory: ZeroedSlice<u32>,
-    /// No table has more pages.
+    /// Maximum number of pages per table.
     stride: usize,
     tables: usize,
 }
 
 impl CounterPool {
-    /// The memory of so many tables, which have none yet.
+    /// Creates the pool of this number of tables, which have no pages.
     pub(super) fn new(tables: usize) -> Self {
         let (chunks, free) = (Vec::new(), Vec::new());
         Self { chunks, taken: 0, free, directory: ZeroedSlice::default(), stride: 0, tables }
     }
 
-    /// Bytes of the pages that are in use.
+    /// Bytes of the pages in use.
     pub(super) fn bytes(&self) -> u64 {
         (self.taken as usize - self.free.len()) as u64 * (PAGE * size_of::<CounterLine>()) as u64
     }
@@ -143,7 +144,7 @@ impl CounterPool {
         self.taken
     }
 
-    /// Have memory for `pages` more to be taken.
+    /// Allocates memory for `pages` more pages.
     ///
     /// Errors: `Memory`, and nothing has changed.
     pub(super) fn reserve(&mut self, pages: usize) -> Result<()> {
@@ -153,7 +154,7 @@ impl CounterPool {
         Ok(())
     }
 
-    /// The entry of an id where it was found earlier, if it is still there.
+    /// Returns the entry of an id at a spot from an earlier search, if it is still there.
     #[inline]
     pub(super) fn find_again(&self, spot: CounterSpot, id: Id) -> Option<CounterEntry> {
         let line = self.chunks.get(spot.line() / CHUNK)?.get(spot.line() % CHUNK)?;
@@ -161,19 +162,19 @@ impl CounterPool {
             .then(|| CounterEntry::of(line.entries[spot.place()]))
     }
 
-    /// Replace the entry at a spot where one is.
+    /// Replaces the entry at a spot, which must have one.
     #[inline]
     pub(super) fn replace(&mut self, spot: CounterSpot, entry: CounterEntry) {
         self.line_mut(spot.line()).entries[spot.place()] = entry.bits();
     }
 
-    /// Fetch the entry at a spot into the processor's cache.
+    /// Prefetches the entry at a spot.
     #[inline]
     pub(super) fn prefetch(&self, spot: CounterSpot) {
         self.prefetch_line(spot.line());
     }
 
-    /// Fetch a line into the processor's cache. It need not exist.
+    /// Prefetches a line, which need not exist.
     #[inline]
     pub(super) fn prefetch_line(&self, line: usize) {
         if let Some(chunk) = self.chunks.get(line / CHUNK) {
@@ -181,33 +182,33 @@ impl CounterPool {
         }
     }
 
-    /// The number in the pool of a line of a table.
+    /// The index in the pool of a line of a table.
     #[inline]
     pub(super) fn line_of(&self, table: u32, at: u32) -> usize {
         self.directory[self.entry_of(table, at)] as usize * PAGE + at as usize % PAGE
     }
 
-    /// Where the directory has the page of a line of a table.
+    /// The position in the directory of the page of a table's line.
     #[inline]
     fn entry_of(&self, table: u32, at: u32) -> usize {
         table as usize * self.stride + at as usize / PAGE
     }
 
-    /// Fetch the directory's entry of a line into the processor's cache.
+    /// Prefetches the directory entry of a line.
     #[inline]
     pub(super) fn prefetch_entry(&self, table: u32, at: u32) {
         prefetch(&self.directory, self.entry_of(table, at));
     }
 
-    /// The pages of a table of so many lines.
+    /// The pages of a table with this number of lines.
     pub(super) fn pages_of(&self, table: u32, lines: u32) -> &[u32] {
         self.directory.get(self.entry_of(table, 0)..self.entry_of(table, lines)).unwrap_or_default()
     }
 
-    /// Give a table, which has no page any more, pages for so many lines: all of it empty.
+    /// Assigns empty pages for this number of lines to a table without pages.
     ///
     /// # Panics
-    /// Where no memory was reserved for it and there is none.
+    /// Panics if no memory was reserved and the allocation fails.
     pub(super) fn give_pages(&mut self, table: u32, lines: u32) {
         self.widen(lines as usize / PAGE);
         for at in (0..lines).step_by(PAGE) {
@@ -217,10 +218,10 @@ impl CounterPool {
         }
     }
 
-    /// Have room in the directory for so many pages of each table.
+    /// Grows the directory to this number of pages per table.
     ///
     /// # Panics
-    /// Where the system has no memory, nor the reserve.
+    /// Panics if the allocation fails, even with the reserve.
     fn widen(&mut self, pages: usize) {
         if pages <= self.stride {
             return;
@@ -237,10 +238,10 @@ impl CounterPool {
         (self.directory, self.stride) = (wider, stride);
     }
 
-    /// Take a page of empty lines.
+    /// Takes a page of empty lines.
     ///
     /// # Panics
-    /// Where no memory was reserved for it and there is none.
+    /// Panics if no memory was reserved and the allocation fails.
     fn take_page(&mut self) -> u32 {
         if let Some(page) = self.free.pop() {
             return page;
@@ -250,7 +251,7 @@ impl CounterPool {
         self.taken - 1
     }
 
-    /// Give pages back. Their entries are gone.
+    /// Returns pages to the pool and clears their entries.
     pub(super) fn give_back(&mut self, pages: &[u32]) {
         for &page in pages {
             for line in page as usize * PAGE..(page as usize + 1) * PAGE {

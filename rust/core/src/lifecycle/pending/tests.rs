@@ -1,4 +1,4 @@
-//! Tests of the counts by themselves.
+//! Tests of the admission counts without a table.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -50,7 +50,7 @@ fn what_a_full_bucket_forgets_is_the_same_for_any_number_of_ranks() {
     for step in 1..=400_u64 {
         let mut batch = Vec::new();
         for at in 0..20 {
-            // Some ids come often, and others once.
+            // Some ids occur often, and others once.
             let random = hash_id((step * 20 + at) as Id);
             batch.push(if random & 1 == 0 { (random >> 60) as Id } else { (random >> 32) as Id });
         }
@@ -161,7 +161,7 @@ fn what_was_counted_since_an_epoch_is_listed_however_many_epochs_there_are() {
 #[derive(Clone, Debug)]
 enum CounterStep {
     Find(Vec<Id>),
-    /// Each id, another one whose spot is given for its own, and its occurrences.
+    /// Ids, each with an id whose spot is used as a hint instead of its own, and its occurrences.
     Count(Vec<(Id, Id, u32)>),
     Remove(Vec<Id>),
     EndGeneration(u32),
@@ -170,7 +170,7 @@ enum CounterStep {
 
 fn any_step() -> impl Strategy<Value = CounterStep> {
     let id = || prop_oneof![2 => -10_i64..10, 1 => -300_i64..300, 1 => any::<Id>()];
-    // Most spots are the id's own ones.
+    // Most spots belong to the id itself.
     let counted = prop_oneof![
         4 => (id(), 1_u32..5).prop_map(|(id, occurrences)| (id, id, occurrences)),
         1 => (id(), id(), any::<u32>()),
@@ -185,7 +185,7 @@ fn any_step() -> impl Strategy<Value = CounterStep> {
 }
 
 proptest! {
-    /// Spots are kept through everything that comes, so that most are those of pages that were given back, or taken by another table.
+    /// Spots are kept across all steps, so that most belong to pages that were returned, or taken by another table.
     #[test]
     fn it_is_a_map_whatever_spots_it_is_given(
         steps in prop::collection::vec(any_step(), 1..40),

@@ -1,8 +1,8 @@
-//! The file `serve.idx` of a checkpoint: the indexes of all its tables, which all processes of a machine share.
+//! The file `serve.idx` of a checkpoint: the indexes of all its tables, shared by all processes of a machine.
 //!
-//! It starts with the length of its header in 8 bytes, and the header: sealed JSON, as manifests are. The lines of each table follow, each at
-//! a multiple of 4096. Everything in it can be made again from the checkpoint, so it is no part of the checkpoint's format: a file of another
-//! version is made anew.
+//! It starts with the length of its header in 8 bytes, and the header: sealed JSON, like manifests. The lines of each
+//! table follow, each table at a multiple of 4096. The file can be rebuilt from the checkpoint, so it is not part of
+//! the checkpoint's format: a file of another version is rebuilt.
 
 use std::ops::Range;
 use std::path::Path;
@@ -17,22 +17,22 @@ use crate::index::{IdHash, IndexLine};
 use crate::io::{ALIGNMENT, AlignedBuf, FileMapping, IoFile, IoOpenMode, MappingAccess};
 use crate::serve::files::RowFileLink;
 
-/// The name of the file in the directory of a checkpoint.
+/// Name of the file in the directory of a checkpoint.
 pub(in super::super) const INDEX_FILE: &str = "serve.idx";
-/// The version of the file.
+/// Version of the file format.
 const VERSION: u32 = 1;
-/// A header larger than this is refused before it is read.
+/// A larger header is rejected before it is read.
 const MAX_HEADER_BYTES: u64 = 64 << 20;
-/// How many bytes are written, read or verified at a time.
+/// Bytes that are written, read or verified at a time.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// One table of the file, and what it was made from.
+/// One table of the file, and the checkpoints from which it was built.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(in super::super) struct ServeIndexTable {
     pub(in super::super) module: String,
     pub(in super::super) table: String,
-    /// The chain, the oldest checkpoint first.
+    /// The chain, oldest checkpoint first.
     pub(in super::super) links: Vec<RowFileLink>,
     pub(in super::super) row_bits: u32,
     seed: u64,
@@ -44,7 +44,7 @@ pub(in super::super) struct ServeIndexTable {
 }
 
 impl ServeIndexTable {
-    /// The description of an index that is about to be written.
+    /// Describes an index that is about to be written.
     pub(in super::super) fn new(module: &str, table: &str, links: &[RowFileLink], row_bits: u32) -> Self {
         let (module, table, links) = (module.to_owned(), table.to_owned(), links.to_vec());
         Self { module, table, links, row_bits, seed: 0, len: 0, start: 0, lines: 0, crc32c: 0 }
@@ -64,7 +64,7 @@ struct ServeIndexHeader {
     tables: Vec<ServeIndexTable>,
 }
 
-/// Write the file of a checkpoint, all of it or nothing.
+/// Writes the index file of a checkpoint atomically.
 pub(in super::super) fn write_index(
     directory: &CheckpointDirectory,
     tables: &[(ServeIndexTable, &ServeIndex)],
@@ -82,7 +82,8 @@ pub(in super::super) fn write_index(
         Ok(bytes)
     });
     if written.is_err() {
-        // What could not be written must not take room. Where it cannot be removed either, the first error is the one to tell.
+        // A partially written file must not use disk space. If it cannot be removed either, the first error is
+        // returned.
         let _ = engine.remove_file(&temporary);
     }
     written
@@ -91,7 +92,7 @@ pub(in super::super) fn write_index(
 fn write_all(file: &dyn IoFile, tables: &[(ServeIndexTable, &ServeIndex)]) -> Result<u64> {
     let mut header =
         ServeIndexHeader { version: VERSION, tables: tables.iter().map(|(table, _)| table.clone()).collect() };
-    // Numbers take more text the larger they are. With the largest ones the header is as long as it can get.
+    // Larger numbers have longer text. With the largest values the header has its maximum length.
     for table in &mut header.tables {
         (table.seed, table.len, table.start, table.lines) = (u64::MAX, u64::MAX, u64::MAX, u64::MAX);
         table.crc32c = u32::MAX;
@@ -126,9 +127,9 @@ fn write_padded(file: &dyn IoFile, at: u64, bytes: &[u8]) -> Result<()> {
     file.write_at(at, &padded)
 }
 
-/// Read the file of a checkpoint; `None` where there is none, or one of another version.
+/// Reads the index file of a checkpoint; returns `None` if there is none, or one of another version.
 ///
-/// Errors: `Corruption` where it was damaged, `Storage`.
+/// Errors: `Corruption` if it is corrupted, `Storage`.
 pub(in super::super) fn read_index(
     directory: &CheckpointDirectory,
 ) -> Result<Option<Vec<(ServeIndexTable, ServeIndex)>>> {
@@ -169,14 +170,15 @@ fn header_of(text: &[u8], path: &Path) -> Result<Option<ServeIndexHeader>> {
     serde_json::from_slice(&text).map_err(damaged).map(Some)
 }
 
-/// The index of a table, verified; `None` where the file does not hold what its header says.
+/// Opens and verifies the index of a table; returns `None` if the file does not match its header.
 fn open_table(file: &Arc<FileMapping>, table: &ServeIndexTable) -> Result<Option<ServeIndex>> {
     let Some(range) = table.range() else { return Ok(None) };
     let fits = range.end <= file.bytes().len() && range.start.is_multiple_of(ALIGNMENT) && table.lines > 0;
     if !fits || table.len >= table.lines.saturating_mul(5) || !(1..32).contains(&table.row_bits) {
         return Ok(None);
     }
-    // The range is not asked for ahead: the system would read small pages for that, and what it has in small pages it maps in no huge ones.
+    // The range is not prefetched: the OS would read it in small pages, and it does not map pages that are cached as
+    // small ones in huge ones.
     let mut found = 0;
     for start in range.clone().step_by(PIECE_BYTES) {
         let piece = start..range.end.min(start + PIECE_BYTES);
@@ -191,7 +193,7 @@ fn open_table(file: &Arc<FileMapping>, table: &ServeIndexTable) -> Result<Option
         .at(file.path()));
     }
     let lines: &[IndexLine] = bytemuck::try_cast_slice(&file.bytes()[range.clone()]).unwrap_or_default();
-    // A search goes on past lines that ids have passed, so that one at least must end it.
+    // A search continues past lines with passed ids, so at least one line must end it.
     let ends = lines.iter().any(|line| line.passed() == 0);
     let len = table.len;
     if !ends {

@@ -1,6 +1,7 @@
-//! The index of a served table: where the row of each id lies in the checkpoint's files.
+//! The index of a served table: maps each id to the location of its row in the checkpoint's files.
 //!
-//! It is an index as the tiers in RAM have it, with places for slots: lines of five whole ids, in about 17 bytes a row.
+//! It is an index like those of the RAM tiers, with locations instead of slots: lines of five complete ids, in about 17
+//! bytes per row.
 
 mod file;
 
@@ -17,14 +18,14 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 
 const _: () = assert!(NO_SLOT == RowFileLocation::NONE.0, "an index says NO_SLOT where it has no place");
 
-/// Finds the places of ids.
+/// Maps ids to locations.
 #[derive(Debug)]
 pub(super) struct ServeIndex {
     lines: ServeIndexLines,
     len: u64,
 }
 
-/// Where the lines of an index are.
+/// Storage of the lines of an index.
 #[derive(Debug)]
 enum ServeIndexLines {
     /// In memory of this process.
@@ -34,7 +35,7 @@ enum ServeIndexLines {
 }
 
 impl ServeIndex {
-    /// An empty index with room for so many ids. `Kind::Memory` where the system refuses.
+    /// Creates an empty index that fits `ids` ids. Returns `Kind::Memory` if the allocation fails.
     pub(super) fn with_room_for(ids: u64) -> Result<Self> {
         let mut index = SlotIndex::new(ids as usize);
         index.reserve(ids.max(1) as usize)?;
@@ -48,7 +49,8 @@ impl ServeIndex {
         }
     }
 
-    /// Add an id, unless it is there. The result is whether it was added. There is room for as many as were asked for.
+    /// Adds an id, unless it exists. Returns true if it was added. The index must have been created with sufficient
+    /// capacity.
     pub(super) fn insert_new(&mut self, id: Id, place: RowFileLocation) -> bool {
         let ServeIndexLines::Private(index) = &mut self.lines else { return false };
         let is_new = index.insert_new(id, place.0);
@@ -56,21 +58,21 @@ impl ServeIndex {
         is_new
     }
 
-    /// Start to load the line of an id into the processor's cache.
+    /// Prefetches the line of an id into the CPU cache.
     pub(super) fn prefetch(&self, id: Id) {
         if let ServeIndexLines::Private(index) = &self.lines {
             index.prefetch(id);
         }
     }
 
-    /// The place of an id.
+    /// Location of an id.
     pub(super) fn get(&self, id: Id) -> RowFileLocation {
         let mut slot = [NO_SLOT];
         self.get_batch(&[id], &mut slot);
         RowFileLocation(slot[0])
     }
 
-    /// Write the number of the place of each id to `slots`, which is as long as `ids`; `NO_SLOT` for an id without a row.
+    /// Writes the location of each id to `slots`, which is as long as `ids`; `NO_SLOT` for a missing id.
     pub(super) fn get_batch(&self, ids: &[Id], slots: &mut [CacheSlot]) {
         let (lines, hash) = self.parts();
         if self.len == 0 || ids.is_empty() {
@@ -84,7 +86,7 @@ impl ServeIndex {
         self.parts().0.iter().flat_map(IndexLine::ids_in_use)
     }
 
-    /// How many ids it has.
+    /// Number of ids.
     pub(super) fn len(&self) -> u64 {
         self.len
     }
@@ -94,7 +96,7 @@ impl ServeIndex {
         size_of_val(self.parts().0)
     }
 
-    /// Whether it is in a file that all processes share.
+    /// True if it is in a file that all processes share.
     pub(super) fn is_shared(&self) -> bool {
         matches!(self.lines, ServeIndexLines::Shared(..))
     }

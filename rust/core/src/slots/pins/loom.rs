@@ -1,4 +1,4 @@
-//! Every interleaving of planners and evictors: `RUSTFLAGS="--cfg loom" cargo test -p embcache --lib loom`.
+//! All interleavings of planners and evictors: `RUSTFLAGS="--cfg loom" cargo test -p embcache --lib loom`.
 
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
@@ -17,7 +17,7 @@ impl Slot {
         Arc::new(Self { pins: PinTable::new(1), row: UnsafeCell::new(0) })
     }
 
-    /// Read the row under a pin.
+    /// Reads the row under a pin.
     fn plan(&self) -> bool {
         let pinned = self.pins.pin(0);
         if pinned {
@@ -27,7 +27,7 @@ impl Slot {
         pinned
     }
 
-    /// Write the row under a claim.
+    /// Writes the row under a claim.
     fn evict(&self) -> bool {
         let claimed = self.pins.try_claim(0);
         if claimed {

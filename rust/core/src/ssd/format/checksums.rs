@@ -1,16 +1,17 @@
 //! The checksums of many records of one length.
 //!
-//! A processor that has an instruction for crc32c begins one each cycle, and has its result three cycles later. So the checksums of four
-//! records, which do not depend on each other, are computed in turn.
+//! A CPU with a crc32c instruction can start one per cycle, and has its result three cycles later. So the checksums of
+//! four independent records are computed interleaved.
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{_mm_crc32_u8, _mm_crc32_u64};
 
-/// Records whose checksums are computed together.
+/// Records whose checksums are computed interleaved.
 const CHECKSUM_LANES: usize = 4;
 
-/// Hand the position of each record to `sink`, and the crc32c of its bytes from number `from` on. All records have one length.
+/// Calls `sink` with the position of each record and the crc32c of its bytes from offset `from`. All records have one
+/// length.
 pub(super) fn checksum_each<'a>(
     records: impl Iterator<Item = &'a [u8]>,
     from: usize,
@@ -33,13 +34,13 @@ pub(super) fn checksum_each<'a>(
 fn checksum_group(records: [&[u8]; CHECKSUM_LANES]) -> [u32; CHECKSUM_LANES] {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("sse4.2") && records.iter().all(|record| record.len() == records[0].len()) {
-        // SAFETY: the processor has SSE 4.2.
+        // SAFETY: the CPU has SSE 4.2.
         return unsafe { checksum_group_sse42(records) };
     }
     records.map(crc32c::crc32c)
 }
 
-/// The checksums of records of one length.
+/// Computes the checksums of records of one length.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "sse4.2")]
 fn checksum_group_sse42(records: [&[u8]; CHECKSUM_LANES]) -> [u32; CHECKSUM_LANES] {

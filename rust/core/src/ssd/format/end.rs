@@ -1,4 +1,4 @@
-//! The end of a segment's file, as it is written at once: its last records, its footer, padding and the trailer.
+//! The tail of a segment's file, which is written at once: its last records, its footer, padding and the trailer.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -9,16 +9,16 @@ use crate::memory;
 use crate::process::PerProcess;
 use crate::ssd::format::footer::{FooterEntry, FooterTrailer, MAX_ENTRY_BYTES, SegmentFooter, TRAILER_BYTES};
 
-/// A segment is filled up with zeros where less than one part in this many of its room is left. Then its file has the full length, and can
-/// be written again for another segment.
+/// A segment is padded with zeros to its full length if less than 1/64 of its space remains. Then its file can be
+/// reused for another segment.
 const FILL_UP_SHARE: u64 = 64;
 
-/// The most bytes of padding in a file of `file_bytes`.
+/// Maximum bytes of padding in a file of `file_bytes`.
 pub(crate) fn max_padding_bytes(file_bytes: u64) -> u64 {
     file_bytes / FILL_UP_SHARE + ALIGNMENT as u64
 }
 
-/// The bytes of a segment's file that needs `least` and has `capacity_bytes`.
+/// Returns the length of a segment's file that needs at least `least` bytes, of `capacity_bytes`.
 pub(crate) fn file_bytes(least: u64, capacity_bytes: u64) -> u64 {
     if capacity_bytes.saturating_sub(least) <= capacity_bytes / FILL_UP_SHARE {
         least.max(capacity_bytes)
@@ -27,7 +27,7 @@ pub(crate) fn file_bytes(least: u64, capacity_bytes: u64) -> u64 {
     }
 }
 
-/// What is written from the start of a segment's last records on.
+/// The bytes of a file from its last records on.
 pub(crate) struct SegmentTail {
     pub(crate) bytes: SegmentTailBytes,
     pub(crate) trailer: FooterTrailer,
@@ -35,8 +35,8 @@ pub(crate) struct SegmentTail {
     pub(crate) file_bytes: u64,
 }
 
-/// The end of segment `serial`, whose last `records` lie at `start`, and which has `capacity_bytes` bytes. `Kind::Memory` where the system refuses
-/// what that takes, the reserve ([`memory`]) included.
+/// Encodes the tail of segment `serial`, whose last `records` start at offset `start`, in a file of at most
+/// `capacity_bytes`. Returns `Kind::Memory` if the allocation fails, even after releasing the reserve ([`memory`]).
 pub(crate) fn encode_tail(
     start: u64,
     records: &[u8],
@@ -54,25 +54,26 @@ pub(crate) fn encode_tail(
     Ok(SegmentTail { bytes, trailer, file_bytes })
 }
 
-/// Bytes of a large end, of which a few are kept to be used again: the system takes longer to give the memory than to fill it.
+/// Bytes of a large buffer. A few are kept for reuse: allocating the memory takes longer than filling it.
 const LARGE_BUFFER_BYTES: usize = 4 << 20;
-/// So many are kept.
+/// Number of large buffers that are kept.
 const LARGE_BUFFERS_KEPT: usize = 2;
-/// An end of fewer bytes is not large.
+/// Minimum bytes of a tail that uses a large buffer.
 const LARGE_FROM_BYTES: usize = 1 << 20;
 
-/// The bytes of an end.
+/// The bytes of a tail.
 pub(crate) struct SegmentTailBytes {
     buffer: PooledBuf,
     bytes: usize,
 }
 
 impl SegmentTailBytes {
-    /// So many bytes, with any contents. `Kind::Memory` where the system refuses them, the reserve included.
+    /// Allocates `bytes`, with unspecified contents. Returns `Kind::Memory` if the allocation fails, even after
+    /// releasing the reserve.
     fn new(bytes: usize) -> Result<Self> {
         static LARGE: PerProcess<Arc<BufPool>> = PerProcess::new();
         let pool = if bytes < LARGE_FROM_BYTES {
-            Arc::new(BufPool::new(0, 0)) // which keeps nothing
+            Arc::new(BufPool::new(0, 0)) // keeps no buffers
         } else {
             Arc::clone(LARGE.get(|| Ok(Arc::new(BufPool::new(LARGE_BUFFER_BYTES, LARGE_BUFFERS_KEPT))))?)
         };
@@ -97,9 +98,10 @@ fn max_footer_bytes(entries: usize) -> usize {
     entries * MAX_ENTRY_BYTES + TRAILER_BYTES
 }
 
-/// The most bytes that [`encode_tail`] takes for a segment of `records` records, the last of which lie in a buffer of `buffer_bytes`.
+/// Maximum memory that [`encode_tail`] uses for a segment of `records` records, the last of which are in a buffer of
+/// `buffer_bytes`.
 pub(crate) fn max_tail_bytes(records: usize, buffer_bytes: usize) -> usize {
-    // The order of the entries takes less than they do.
+    // The order of the entries needs less memory than the entries.
     let end = max_footer_bytes(records) + buffer_bytes;
     max_footer_bytes(records) + if end < LARGE_FROM_BYTES { end } else { end.max(LARGE_BUFFER_BYTES) }
 }

@@ -1,4 +1,4 @@
-//! The footer of a segment's file: an entry for each record, and the trailer, which ends with the file.
+//! The footer of a segment's file: an entry per record, and the trailer at the end of the file.
 //!
 //! ```text
 //! entries  n × (id i64 | write_seq - lowest write_seq | highest epoch - modified_epoch | highest last step - last step | record number),
@@ -10,10 +10,12 @@
 //!          | crc32c of the entries u32 | crc32c of the trailer so far u32
 //! ```
 //!
-//! Where entries say nothing of last steps, the bytes of a step are 255, and both steps are 0. Those are the footers of tombstones, and of
-//! segments whose steps would not fit: entries have at most [`MAX_ENTRY_BYTES`], with which the rows that fit a table's cap are counted.
+//! If entries have no last steps, the bytes of a step are 255, and both steps are 0. This applies to footers of
+//! tombstones, and of segments whose steps would not fit: the capacity in rows assumes that entries have at most
+//! [`MAX_ENTRY_BYTES`].
 //!
-//! The hash is not stored, because it is a function of the id. Whether entries are rows or tombstones is the segment's content.
+//! The hash is not stored, because it is a function of the id. The segment's content determines if entries are rows or
+//! tombstones.
 
 use std::num::NonZeroU64;
 use std::path::Path;
@@ -25,17 +27,17 @@ use crate::ssd::format::words::{le_u32, le_u64};
 use crate::types::{Id, hash_id};
 
 const TRAILER_MAGIC: &[u8; 8] = b"EMBCFOOT";
-/// The bytes of an entry's step where the footer has no last steps.
+/// The bytes of an entry's step if the footer has no last steps.
 const NO_STEPS: u8 = u8::MAX;
 
-/// The most bytes of an entry of a footer.
+/// Maximum bytes of a footer's entry.
 pub(crate) const MAX_ENTRY_BYTES: usize = 8 + 8 + 4 + 3;
 /// Bytes of a trailer.
 pub(crate) const TRAILER_BYTES: usize = 72;
-/// Where the checksum of a trailer is.
+/// Offset of the checksum in a trailer.
 const CRC_AT: usize = TRAILER_BYTES - 4;
 
-/// The last step of a row, where it is known. It takes no more room than the number, so the largest number counts as unknown.
+/// The last step of a row, if known. It is as small as a `u64`, so `u64::MAX` counts as unknown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LastStep(Option<NonZeroU64>);
 
@@ -70,22 +72,22 @@ pub(crate) struct FooterEntry {
 }
 
 impl FooterEntry {
-    /// Footers are sorted by this.
+    /// Sort key of a footer's entries.
     pub(crate) fn key(&self) -> (u64, u64) {
         (hash_id(self.id), self.write_seq)
     }
 }
 
-/// The last steps of a segment's rows.
+/// Range of the last steps of a segment's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepRange {
     pub(crate) lowest: u64,
     pub(crate) highest: u64,
-    /// Bytes that an entry's step takes.
+    /// Bytes of an entry's step.
     bytes: u8,
 }
 
-/// What the trailer says.
+/// The fields of a trailer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct FooterTrailer {
     pub(crate) records: u32,
@@ -93,20 +95,20 @@ pub(crate) struct FooterTrailer {
     pub(crate) lowest_seq: u64,
     pub(crate) highest_seq: u64,
     pub(crate) entries_crc: u32,
-    /// Bytes that an entry's epoch takes.
+    /// Bytes of an entry's epoch.
     epoch_bytes: u8,
-    /// The last steps of the rows, where the footer has them.
+    /// The last steps of the rows, if the footer has them.
     pub(crate) steps: Option<StepRange>,
-    /// Checksum of the trailer. A state names the segment by it.
+    /// Checksum of the trailer. A state identifies the segment by it.
     pub(crate) crc: u32,
 }
 
-/// How the entries of one footer lie in it.
+/// Layout of the entries of one footer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct EntryFormat {
     lowest_seq: u64,
     highest_epoch: u32,
-    /// The highest last step, where the footer has them.
+    /// The highest last step, if the footer has them.
     highest_step: Option<u64>,
     seq_bytes: usize,
     epoch_bytes: usize,
@@ -114,19 +116,19 @@ pub(crate) struct EntryFormat {
     record_bytes: usize,
 }
 
-/// The most bytes of an entry in a footer of `records` records, none of which has more than this.
+/// Maximum bytes of an entry in a footer of `records` records, all of them up to the maxima `highest`.
 #[inline]
 pub(crate) fn max_entry_bytes(records: u32, highest: &RecordMaxima) -> usize {
     8 + width(highest.write_seq) + width(u64::from(highest.modified_epoch)) + width(u64::from(records))
 }
 
-/// As [`max_entry_bytes`], of a footer with last steps.
+/// Like [`max_entry_bytes`], for a footer with last steps.
 #[inline]
 pub(crate) fn max_entry_bytes_with_steps(records: u32, highest: &RecordMaxima) -> usize {
     (max_entry_bytes(records, highest) + width(highest.last_step)).min(MAX_ENTRY_BYTES)
 }
 
-/// The fewest bytes that hold `value`.
+/// Returns the minimum number of bytes for `value`.
 #[inline]
 fn width(value: u64) -> usize {
     (u64::BITS - value.leading_zeros()).div_ceil(8) as usize
@@ -145,8 +147,8 @@ impl EntryFormat {
         8 + self.seq_bytes + self.epoch_bytes + self.step_bytes + self.record_bytes
     }
 
-    /// Write an entry to the start of `into`, and zeros to the 8 bytes after it at most: each field is written as 8 bytes, and the next one
-    /// takes the place of those that are too many.
+    /// Writes an entry to the start of `into`, and zeros to at most 8 bytes after it: each field is written as 8 bytes,
+    /// and the next field overwrites the excess.
     #[inline]
     fn encode(&self, entry: &FooterEntry, into: &mut [u8]) {
         let below = self.highest_step.zip(entry.last_step.get()).map_or(0, |(highest, last)| highest - last);
@@ -164,7 +166,7 @@ impl EntryFormat {
         }
     }
 
-    /// The entry in `bytes`, which are as long as one. What they say is not checked.
+    /// Decodes the entry in `bytes`, which have the length of one. Does not validate the values.
     #[inline]
     pub(crate) fn decode(&self, bytes: &[u8]) -> FooterEntry {
         let (id, rest) = bytes.split_at(8);
@@ -183,7 +185,7 @@ impl EntryFormat {
 }
 
 impl FooterTrailer {
-    /// How the entries before the trailer lie.
+    /// Returns the layout of the entries before the trailer.
     pub(crate) fn entry_format(&self) -> EntryFormat {
         EntryFormat {
             lowest_seq: self.lowest_seq,
@@ -197,16 +199,17 @@ impl FooterTrailer {
     }
 }
 
-/// A footer that is to be written.
+/// A footer to be written.
 pub(crate) struct SegmentFooter<'a> {
     entries: &'a [FooterEntry],
-    /// The numbers of the entries in the order of the footer. Empty where they lie in that order.
+    /// The numbers of the entries in the order of the footer. Empty if they are in that order already.
     order: Vec<u64>,
     trailer: FooterTrailer,
 }
 
 impl<'a> SegmentFooter<'a> {
-    /// The footer of `entries`. It has the last steps where all are known and it then has at most `max_bytes`.
+    /// Builds the footer of `entries`. It includes the last steps if all are known and it has at most `max_bytes` with
+    /// them.
     pub(crate) fn of(entries: &'a mut [FooterEntry], max_bytes: usize) -> Self {
         let order = sorted_order(entries).unwrap_or_else(|| {
             entries.sort_unstable_by_key(FooterEntry::key);
@@ -219,15 +222,15 @@ impl<'a> SegmentFooter<'a> {
         footer
     }
 
-    /// Its bytes, without the padding between the entries and the trailer.
+    /// Bytes of the footer, without the padding between the entries and the trailer.
     pub(crate) fn bytes(&self) -> usize {
         self.entries.len() * self.trailer.entry_format().bytes() + TRAILER_BYTES
     }
 
-    /// Write the entries to the start of `into`, the trailer to its end, and zeros between them. Returns what the trailer says.
+    /// Writes the entries to the start of `into`, the trailer to its end, and zeros between them. Returns the trailer.
     pub(crate) fn encode(mut self, serial: u64, into: &mut [u8]) -> FooterTrailer {
         let format = self.trailer.entry_format();
-        // A trailer is longer than what `EntryFormat::encode` writes after an entry.
+        // A trailer is longer than the bytes that `EntryFormat::encode` writes after an entry.
         for at in 0..self.entries.len() {
             if let Some(later) = self.order.get(at + PREFETCH_DISTANCE) {
                 prefetch(self.entries, entry_number(*later));
@@ -244,18 +247,19 @@ impl<'a> SegmentFooter<'a> {
     }
 }
 
-/// An entry is fetched into the processor's cache this many entries before its turn.
+/// An entry is prefetched into the CPU cache this many entries early.
 const PREFETCH_DISTANCE: usize = 16;
-/// In an order, bits of the number of an entry. Above them are bits of its hash.
+/// Bits of an entry's number in an element of the order. Above them are bits of its hash.
 const NUMBER_BITS: u32 = 20;
 
-/// The number of an entry in an order.
+/// Extracts the entry's number from an element of the order.
 fn entry_number(ordered: u64) -> usize {
     (ordered & ((1 << NUMBER_BITS) - 1)) as usize
 }
 
-/// The numbers of entries by ascending keys; `None` where there are too few to be worth it or too many, and where the system refuses memory.
-/// Hashes are spread evenly, so nearly all of it is putting each number into its bucket, where there are one or two.
+/// Returns the numbers of entries by ascending keys; `None` if there are too few to be worth it or too many, or if the
+/// allocation fails. Hashes are evenly distributed, so nearly all of the work is putting each number into its bucket of
+/// one or two.
 fn sorted_order(entries: &[FooterEntry]) -> Option<Vec<u64>> {
     let buckets = entries.len().next_power_of_two();
     if buckets < 64 || entries.len() > 1 << NUMBER_BITS {
@@ -286,7 +290,7 @@ fn sorted_order(entries: &[FooterEntry]) -> Option<Vec<u64>> {
     for end in ends {
         let in_bucket = &mut order[start..end as usize];
         if in_bucket.len() > 1 {
-            // The bits of the hash decide, but for ids that are there several times and a few others.
+            // The bits of the hash decide, except for duplicate ids and a few others.
             in_bucket.sort_unstable_by(|a, b| {
                 let bits = (a >> NUMBER_BITS).cmp(&(b >> NUMBER_BITS));
                 bits.then_with(|| entries[entry_number(*a)].key().cmp(&entries[entry_number(*b)].key()))
@@ -297,7 +301,7 @@ fn sorted_order(entries: &[FooterEntry]) -> Option<Vec<u64>> {
     Some(order)
 }
 
-/// What the trailer of these entries says, without the checksums.
+/// Returns the trailer of these entries, without the checksums.
 fn trailer_of(entries: &[FooterEntry]) -> FooterTrailer {
     let (lowest_epoch, highest_epoch) = bounds(entries.iter().map(|entry| entry.modified_epoch));
     let (lowest_seq, highest_seq) = bounds(entries.iter().map(|entry| entry.write_seq));
@@ -316,7 +320,7 @@ fn trailer_of(entries: &[FooterEntry]) -> FooterTrailer {
     }
 }
 
-/// Write a trailer into `into`, and note its checksum.
+/// Writes a trailer into `into`, and stores its checksum in `trailer`.
 fn encode_trailer(trailer: &mut FooterTrailer, serial: u64, into: &mut [u8]) {
     let (steps, step_bytes) = match trailer.steps {
         Some(steps) => ([steps.highest, steps.lowest], steps.bytes),
@@ -342,7 +346,8 @@ fn bounds<T: Ord + Copy + Default>(values: impl Iterator<Item = T> + Clone) -> (
     (values.clone().min().unwrap_or_default(), values.max().unwrap_or_default())
 }
 
-/// Check and take apart a trailer. It is `bytes`, the last [`TRAILER_BYTES`] of the file at `path`, and begins at `offset`.
+/// Checks and decodes the trailer in `bytes`, the last [`TRAILER_BYTES`] of the file at `path`, which start at
+/// `offset`.
 pub(crate) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64) -> Result<FooterTrailer> {
     let (stored, crc) = (le_u32(bytes, CRC_AT), crc32c::crc32c(&bytes[..CRC_AT]));
     if stored != crc {
@@ -401,10 +406,10 @@ mod tests {
     use super::*;
     use crate::error::Kind;
 
-    /// Any number of bytes has room.
+    /// No limit of the footer's bytes.
     const ROOM: usize = usize::MAX;
 
-    /// Append the footer of `entries`, which are sorted then, to `into`, without padding.
+    /// Appends the footer of `entries` to `into`, without padding. Sorts `entries`.
     fn encode_footer(entries: &mut [FooterEntry], serial: u64, max_bytes: usize, into: &mut Vec<u8>) -> FooterTrailer {
         let (start, footer) = (into.len(), SegmentFooter::of(entries, max_bytes));
         into.resize(start + footer.bytes(), 1);

@@ -1,28 +1,29 @@
-//! The head of a record: what lies before its payload.
+//! The head of a record: the bytes before its payload.
 //!
-//! A head is packed: each number takes as few bytes as the segment needs ([`HeadWidths`]), which the segment's header says.
+//! A head is packed: each number has only as many bytes as the segment needs ([`HeadWidths`]). The segment's header
+//! contains the widths.
 //!
 //! ```text
 //! crc32c of all that follows, payload included, xor the mask of the record's position u32 | id i64 | write_seq | last step
 //! | modified_epoch | count | score f32
 //! ```
 //!
-//! The last five take at most 8, 8, 4, 4 and 4 bytes. What has no bytes is 0.
+//! The last five have at most 8, 8, 4, 4 and 4 bytes. A field without bytes is 0.
 
 use crate::rows::RowHeader;
 use crate::ssd::format::words::le_u64;
 use crate::types::Id;
 
-/// The checksum of a record is of the bytes from this one on.
+/// Offset of the first byte that a record's checksum covers.
 pub(crate) const CHECKED_FROM: usize = 4;
-/// Where the id is.
+/// Offset of the id.
 pub(crate) const ID_AT: usize = CHECKED_FROM;
-/// Bytes of a head before the numbers that are packed: the checksum and the id.
+/// Bytes of a head before the packed numbers: the checksum and the id.
 const UNPACKED_BYTES: usize = ID_AT + 8;
-/// The most bytes of a head.
+/// Maximum bytes of a head.
 pub(crate) const MAX_HEAD_BYTES: usize = UNPACKED_BYTES + 8 + 8 + 4 + 4 + 4;
-/// A number of a head is written and read as 8 bytes, of which the next one takes those that are too many. So the last one needs
-/// so many bytes after it.
+/// A number of a head is written and read as 8 bytes, and the next number overwrites the excess. So the last number
+/// needs this many bytes after it.
 const OVERRUN_BYTES: usize = 8;
 
 /// The highest number of each kind in a tier's records. Widths follow from it.
@@ -32,17 +33,17 @@ pub(crate) struct RecordMaxima {
     pub(crate) last_step: u64,
     pub(crate) modified_epoch: u32,
     pub(crate) count: u32,
-    /// Whether any row may have a score that is not 0.
+    /// True if any row may have a score other than 0.
     pub(crate) has_scores: bool,
 }
 
 impl RecordMaxima {
-    /// Of any record.
+    /// Upper bounds of any record.
     #[cfg(test)]
     pub(crate) const ANY: Self =
         Self { write_seq: u64::MAX, last_step: u64::MAX, modified_epoch: u32::MAX, count: u32::MAX, has_scores: true };
 
-    /// Of these rows, but for `write_seq`, which a row does not have.
+    /// Maxima of these rows, except `write_seq`, which a row does not have.
     pub(crate) fn of_rows<'a>(rows: impl Iterator<Item = &'a RowHeader>) -> Self {
         rows.fold(Self::default(), |highest, row| Self {
             write_seq: 0,
@@ -53,7 +54,7 @@ impl RecordMaxima {
         })
     }
 
-    /// The higher of each two numbers.
+    /// Returns the maximum of each field.
     pub(crate) fn max(self, other: Self) -> Self {
         Self {
             write_seq: self.write_seq.max(other.write_seq),
@@ -65,7 +66,7 @@ impl RecordMaxima {
     }
 }
 
-/// Bytes that the numbers of a head take, which say how the heads of a segment's records lie.
+/// Widths in bytes of the numbers in a head, which determine the layout of the heads of a segment's records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeadWidths {
     write_seq: u8,
@@ -75,23 +76,23 @@ pub(crate) struct HeadWidths {
     score: u8,
 }
 
-/// The least of `widths` that holds `value`.
+/// Returns the smallest of `widths` that fits `value`.
 fn least_width(widths: &[u8], value: u64) -> u8 {
     widths.iter().copied().find(|width| value <= max_of_width(*width)).unwrap_or(8)
 }
 
-/// The largest number of `width` bytes.
+/// Returns the largest number of `width` bytes.
 #[inline]
 fn max_of_width(width: u8) -> u64 {
     u64::MAX.checked_shr(64 - 8 * u32::from(width)).unwrap_or(0)
 }
 
 impl HeadWidths {
-    /// No number takes a byte.
+    /// All widths are 0.
     pub(crate) const NONE: Self = Self { write_seq: 0, last_step: 0, modified_epoch: 0, count: 0, score: 0 };
 
-    /// Widths for rows that have no more than this. Whenever a width grows, a tier closes its open segments. So widths that would do for a
-    /// short time only are left out.
+    /// Returns widths for rows up to the maxima `highest`. Whenever a width grows, a tier seals its open segments. So
+    /// widths that would suffice only for a short time are not used.
     pub(crate) fn of_rows(highest: &RecordMaxima) -> Self {
         Self {
             write_seq: least_width(&[4, 5, 6], highest.write_seq),
@@ -102,12 +103,13 @@ impl HeadWidths {
         }
     }
 
-    /// Widths for tombstones, which only have a `write_seq` and an epoch.
+    /// Returns widths for tombstones, which only have a `write_seq` and an epoch.
     pub(crate) fn of_tombstones(highest: &RecordMaxima) -> Self {
         Self { last_step: 0, count: 0, score: 0, ..Self::of_rows(highest) }
     }
 
-    /// As a segment's header has them: 4 bits for each of the first two, 3 bits for each of the others, from the lowest bit on.
+    /// Encodes the widths for a segment's header: 4 bits for each of the first two, 3 bits for each of the others, from
+    /// the lowest bit on.
     pub(crate) fn to_bits(self) -> u16 {
         let Self { write_seq, last_step, modified_epoch, count, score } = self;
         u16::from(write_seq | last_step << 4)
@@ -116,7 +118,7 @@ impl HeadWidths {
             | u16::from(score / 4) << 14
     }
 
-    /// The widths in a segment's header; `None` where they cannot be any.
+    /// Decodes the widths in a segment's header; `None` if they are invalid.
     pub(crate) fn from_bits(bits: u16) -> Option<Self> {
         let field = |from: u32, count: u32| (bits >> from & ((1 << count) - 1)) as u8;
         let widths = Self {
@@ -130,7 +132,7 @@ impl HeadWidths {
         (fit && bits >> 15 == 0).then_some(widths)
     }
 
-    /// Write the head of a record but for its checksum. `into` is as long as the head.
+    /// Writes the head of a record without its checksum. `into` has the length of the head.
     #[inline]
     pub(crate) fn encode(self, fields: &HeadFields, into: &mut [u8]) {
         let mut bytes = [0; MAX_HEAD_BYTES + OVERRUN_BYTES];
@@ -157,7 +159,7 @@ impl HeadWidths {
         UNPACKED_BYTES + self.to_array().iter().map(|width| usize::from(*width)).sum::<usize>()
     }
 
-    /// The most that a record with such a head can have.
+    /// Returns the maxima of records with such a head.
     pub(crate) fn highest(self) -> RecordMaxima {
         RecordMaxima {
             write_seq: max_of_width(self.write_seq),
@@ -168,7 +170,7 @@ impl HeadWidths {
         }
     }
 
-    /// The fields of a record's head, whose bytes are `head`. The checksum is not looked at.
+    /// Decodes the fields in a record's `head`. Ignores the checksum.
     #[inline]
     pub(crate) fn decode(self, head: &[u8]) -> HeadFields {
         let mut bytes = [0; MAX_HEAD_BYTES + OVERRUN_BYTES];
@@ -189,13 +191,13 @@ impl HeadWidths {
         }
     }
 
-    /// In the order of the head.
+    /// Returns the widths in the order of the head.
     fn to_array(self) -> [u8; 5] {
         [self.write_seq, self.last_step, self.modified_epoch, self.count, self.score]
     }
 }
 
-/// The id of a record.
+/// Returns the id of a record.
 #[inline]
 pub(crate) fn id_of(record: &[u8]) -> Id {
     le_u64(record, ID_AT) as Id
@@ -245,7 +247,8 @@ mod tests {
     }
 
     proptest! {
-        /// A head comes back from any widths that are wide enough, and these come back from a segment's header.
+        /// A head is unchanged by encoding and decoding with any sufficient widths, and so are the widths in a
+        /// segment's header.
         #[test]
         fn a_head_comes_back(fields in any_fields(), other in any_fields()) {
             let highest = highest_of(&fields).max(highest_of(&other));
@@ -259,7 +262,7 @@ mod tests {
             prop_assert_eq!(id_of(&bytes), fields.id);
         }
 
-        /// Whatever a header says, it is no widths or those that it says.
+        /// Any bits of a header are either invalid or encode their widths uniquely.
         #[test]
         fn bits_are_widths_or_none(bits in any::<u16>()) {
             if let Some(widths) = HeadWidths::from_bits(bits) {

@@ -1,5 +1,5 @@
-//! The bytes on disk: records, what frames them in a segment's file, and the file of a published state. Nothing here opens a file
-//! (but to read and write a state) or knows a tier.
+//! The bytes on disk: records, the frame of a segment's file, and the file of a published state. This module opens no
+//! files (except to read and write a state) and does not depend on tiers.
 
 mod checksums;
 pub(crate) mod end;

@@ -1,10 +1,10 @@
-//! Records: how a row lies on disk, little-endian and packed: a head (see `head`), then the payload.
+//! Records: the layout of a row on disk, little-endian and packed: a head (see `head`), then the payload.
 //!
-//! The payload is that of rows only: 4 bytes for each float of the vector part, then the scalar slot where the layout has one, f32.
-//! `write_seq` is the order of writing. Compaction keeps it, and `modified_epoch`.
+//! Only rows have a payload: 4 bytes for each float of the vector part, then the scalar slot if the layout has one,
+//! f32. `write_seq` is the order of writing. Compaction preserves it, and `modified_epoch`.
 //!
-//! The mask (see [`RecordBinding`]) binds a record to its table, its segment and its number there. So a whole record that lies where another
-//! belongs, because a disk lost a write or put it elsewhere, is damage like any other.
+//! The mask (see [`RecordBinding`]) binds a record to its table, its segment and its number there. So an intact record
+//! at another record's position, because a disk lost or misdirected a write, is detected as corruption.
 
 use std::path::Path;
 
@@ -15,16 +15,16 @@ use crate::ssd::format::head::{CHECKED_FROM, HeadFields, HeadWidths, MAX_HEAD_BY
 use crate::ssd::format::words::le_u32;
 use crate::types::{Id, hash_id};
 
-/// Rows that are encoded together, so that their checksums are computed in turn while their bytes are in the processor's cache.
+/// Rows that are encoded together, so that their checksums are computed interleaved while their bytes are in the CPU
+/// cache.
 const ENCODE_GROUP_ROWS: usize = 4;
-/// The difference between the masks of two records that follow each other. It is odd, so that no two records of a segment have the same
-/// mask.
+/// The difference between the masks of consecutive records. It is odd, so that all masks of a segment are different.
 const MASK_STEP: u32 = 0x9e37_79b1;
 
-// The payload is copied as it lies in memory.
+// The payload is copied from memory without conversion.
 const _: () = assert!(cfg!(target_endian = "little"), "records are little-endian");
 
-/// Ties the records of a segment to it.
+/// Binds records to their segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RecordBinding {
     first: u32,
@@ -32,7 +32,7 @@ pub(crate) struct RecordBinding {
 }
 
 impl RecordBinding {
-    /// The binding of the records of segment `serial` of the table `key`.
+    /// Returns the binding of the records of segment `serial` of the table `key`.
     pub(crate) fn new(key: u64, serial: u64) -> Self {
         let first = hash_id((key ^ serial.rotate_left(32)) as i64) as u32;
         Self { first, step: MASK_STEP }
@@ -43,14 +43,14 @@ impl RecordBinding {
         self.first.wrapping_add(number.wrapping_mul(self.step))
     }
 
-    /// Bind a record that was just encoded to number `number`.
+    /// Binds a newly encoded record to number `number`.
     #[inline]
     pub(crate) fn bind(self, number: u32, record: &mut [u8]) {
         mask_checksum(record, self.mask(number));
     }
 
-    /// Bind a copy of this segment's record `from`, which was checked, to number `to.1` of the segment whose binding is `to.0`. The heads of
-    /// both segments lie alike.
+    /// Binds a copy of this segment's verified record `from` to number `to.1` of the segment with the binding `to.0`.
+    /// The heads of both segments must have the same layout.
     #[inline]
     pub(crate) fn rebind(self, from: u32, to: (Self, u32), record: &mut [u8]) {
         mask_checksum(record, self.mask(from) ^ to.0.mask(to.1));
@@ -63,7 +63,7 @@ fn mask_checksum(record: &mut [u8], mask: u32) {
     record[..CHECKED_FROM].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// How the records of a segment lie, and what ties them to it.
+/// Layout and binding of a segment's records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RecordFormat {
     pub(crate) widths: HeadWidths,
@@ -75,12 +75,12 @@ pub(crate) fn payload_bytes(layout: &RowLayout) -> usize {
     layout.floats() * 4
 }
 
-/// The most bytes of the record of a row of `layout`.
+/// Maximum bytes of the record of a row of `layout`.
 pub(crate) fn max_record_bytes(layout: &RowLayout) -> usize {
     MAX_HEAD_BYTES + payload_bytes(layout)
 }
 
-/// A record that was read and checked.
+/// A verified record.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Record<'a> {
     pub(crate) head: HeadFields,
@@ -88,8 +88,8 @@ pub(crate) struct Record<'a> {
     pub(crate) payload: &'a [u8],
 }
 
-/// Write the records of rows, whose heads have these widths, into `into`, which has exactly the bytes for them, the first with this
-/// `write_seq`. They are still to be bound to their segments.
+/// Writes the records of rows, with heads of these widths, into `into`, which has exactly the bytes for them. The first
+/// has this `write_seq`. They are not yet bound to their segments.
 pub(crate) fn encode_rows(
     into: &mut [u8],
     rows: &[RowRef<'_>],
@@ -103,7 +103,7 @@ pub(crate) fn encode_rows(
     });
 }
 
-/// Write records again that were read, with heads of these widths. They are still to be bound to their segments.
+/// Encodes decoded records again, with heads of these widths. They are not yet bound to their segments.
 pub(crate) fn repack<'a>(into: &mut [u8], records: impl Iterator<Item = &'a Record<'a>>, widths: HeadWidths) {
     let head_bytes = widths.bytes();
     let mut records = records.peekable();
@@ -115,7 +115,7 @@ pub(crate) fn repack<'a>(into: &mut [u8], records: impl Iterator<Item = &'a Reco
     });
 }
 
-/// Write a record of `record_bytes` for each of `items`, and its checksum.
+/// Writes a record of `record_bytes` for each of `items`, and its checksum.
 #[inline]
 fn encode_each<T>(
     into: &mut [u8],
@@ -133,7 +133,7 @@ fn encode_each<T>(
     }
 }
 
-/// Write a row's record but for its checksum.
+/// Writes a row's record without its checksum.
 #[inline]
 fn encode_row(into: &mut [u8], row: &RowRef<'_>, scalar_slot: bool, (widths, write_seq): (HeadWidths, u64)) {
     let (head, payload) = into.split_at_mut(widths.bytes());
@@ -145,7 +145,7 @@ fn encode_row(into: &mut [u8], row: &RowRef<'_>, scalar_slot: bool, (widths, wri
     }
 }
 
-/// Write a tombstone into `into`, which is as long as a head of these widths. It is still to be bound to its segment.
+/// Writes a tombstone into `into`, which has the length of a head of these widths. It is not yet bound to its segment.
 pub(crate) fn encode_tombstone(into: &mut [u8], id: Id, modified_epoch: u32, (widths, write_seq): (HeadWidths, u64)) {
     let header = RowHeader { id, modified_epoch, ..RowHeader::default() };
     widths.encode(&head_of(&header, write_seq), into);
@@ -165,8 +165,8 @@ fn head_of(row: &RowHeader, write_seq: u64) -> HeadFields {
     }
 }
 
-/// Check and take apart record `number` of a segment. It is in `bytes`, which lie at `offset` of `path` and are as long as the segment's
-/// records.
+/// Checks and decodes record `number` of a segment. Its `bytes` are at `offset` of `path` and have the length of the
+/// segment's records.
 pub(crate) fn decode<'a>(
     bytes: &'a [u8],
     (format, number): (RecordFormat, u32),
@@ -177,12 +177,12 @@ pub(crate) fn decode<'a>(
     decode_with(bytes, crc, (format, number), path, offset)
 }
 
-/// Hand the position of each record to `sink`, and the checksum of its bytes for [`decode_with`]. All records have one length.
+/// Calls `sink` with the position of each record and its checksum for [`decode_with`]. All records have one length.
 pub(crate) fn checksums_of<'a>(records: impl Iterator<Item = &'a [u8]>, sink: impl FnMut(usize, u32)) {
     checksum_each(records, CHECKED_FROM, sink);
 }
 
-/// As [`decode`], with the checksum of the bytes that was computed.
+/// Like [`decode`], with the precomputed checksum of the bytes.
 pub(crate) fn decode_with<'a>(
     bytes: &'a [u8],
     crc: u32,
@@ -203,8 +203,8 @@ pub(crate) fn decode_with<'a>(
 }
 
 impl Record<'_> {
-    /// Copy the row's vector part into `vector`, and return its header. The payload must have the layout's length, with which the segment's
-    /// header was compared.
+    /// Copies the row's vector part into `vector`, and returns its header. The payload must have the layout's length,
+    /// which the check of the segment's header ensures.
     pub(crate) fn unpack(&self, layout: &RowLayout, vector: &mut [f32]) -> RowHeader {
         let bytes = layout.vector_floats() * 4;
         bytemuck::cast_slice_mut::<f32, u8>(vector).copy_from_slice(&self.payload[..bytes]);

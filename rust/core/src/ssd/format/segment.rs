@@ -17,14 +17,14 @@ use crate::ssd::format::record::{RecordBinding, RecordFormat, payload_bytes};
 
 const HEADER_MAGIC: [u8; 8] = *b"EMBCSEG1";
 const FIXED_HEADER_BYTES: usize = 36;
-/// Where a header has the widths of the records' heads.
+/// Offset of the head widths in a header.
 const WIDTHS_AT: usize = 14;
 const DTYPE_F32: u8 = 1;
 
-/// The most bytes of a header.
+/// Maximum bytes of a header.
 pub(crate) const MAX_HEADER_BYTES: usize = 4096;
 
-/// What the records of a segment are.
+/// The kind of a segment's records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum SegmentContent {
@@ -39,7 +39,7 @@ struct SchemaField {
     width: u32,
 }
 
-/// What the headers of all segments of a table say, except serial and content.
+/// The fields that the headers of all segments of a table share, without serial and content.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SegmentSchema {
     table_key: u64,
@@ -49,7 +49,7 @@ pub(crate) struct SegmentSchema {
 }
 
 impl SegmentSchema {
-    /// The schema of rows of `layout`. Slots have the names that the optimizer gives them, where it is known.
+    /// Creates the schema of rows of `layout`. Slots have the names of the optimizer's slots if the optimizer is known.
     pub(crate) fn new(table_key: u64, optimizer: &str, layout: &RowLayout) -> Self {
         let names = OptimizerKind::from_name(optimizer).map(OptimizerKind::slot_names).unwrap_or_default();
         let slots = layout.vector_slots + usize::from(layout.scalar_slot);
@@ -62,12 +62,12 @@ impl SegmentSchema {
         Self { table_key, payload_bytes: payload_bytes(layout), fields }
     }
 
-    /// Bytes of a record whose head has these widths in a segment of `content`.
+    /// Bytes of a record in a segment of `content` with heads of these widths.
     pub(crate) fn record_bytes(&self, content: SegmentContent, widths: HeadWidths) -> usize {
         widths.bytes() + self.payload_bytes(content)
     }
 
-    /// The most bytes of a record in a segment of `content`.
+    /// Maximum bytes of a record in a segment of `content`.
     pub(crate) fn max_record_bytes(&self, content: SegmentContent) -> usize {
         MAX_HEAD_BYTES + self.payload_bytes(content)
     }
@@ -84,12 +84,12 @@ impl SegmentSchema {
         FIXED_HEADER_BYTES + self.fields.iter().map(|field| field.name.len() + 6).sum::<usize>() + 4
     }
 
-    /// The format of the records of segment `serial`, whose heads have these widths.
+    /// Returns the format of the records of segment `serial`, with heads of these widths.
     pub(crate) fn record_format(&self, serial: u64, widths: HeadWidths) -> RecordFormat {
         RecordFormat { widths, binding: RecordBinding::new(self.table_key, serial) }
     }
 
-    /// The header of segment `serial`.
+    /// Encodes the header of segment `serial`.
     pub(crate) fn header(&self, serial: u64, content: SegmentContent, widths: HeadWidths) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.header_bytes());
         bytes.extend_from_slice(&HEADER_MAGIC);
@@ -110,8 +110,8 @@ impl SegmentSchema {
         bytes
     }
 
-    /// Check that `bytes`, the start of the file at `path`, are the header of segment `serial`. Returns its content and the format of its
-    /// records.
+    /// Checks that `bytes`, the start of the file at `path`, are the header of segment `serial`. Returns its content
+    /// and the format of its records.
     pub(crate) fn check_header(
         &self,
         bytes: &[u8],
@@ -119,7 +119,7 @@ impl SegmentSchema {
         serial: u64,
     ) -> Result<(SegmentContent, RecordFormat)> {
         let bits = bytes.get(WIDTHS_AT..WIDTHS_AT + 2).map_or(0, |bits| u16::from_le_bytes([bits[0], bits[1]]));
-        // The header does not agree with widths that it does not have.
+        // With invalid widths the comparison below fails.
         let widths = HeadWidths::from_bits(bits).unwrap_or(HeadWidths::NONE);
         for content in [SegmentContent::Rows, SegmentContent::Tombstones] {
             if bytes == self.header(serial, content, widths) {

@@ -1,7 +1,8 @@
-//! The file of a published state: a small file that names the segments of one consistent state, their lengths and checksums.
+//! The file of a published state: a small file with the segments of one consistent state, their lengths and checksums.
 //!
-//! `<token>.state` is a line `embcache-ssd-state 1 <crc32c> <bytes> <note bytes>`, then as many bytes of JSON, then the table's note. It is
-//! published whole (temporary file, sync, rename, sync of the directory) after every segment that it names was synced.
+//! `<commit id>.state` is a line `embcache-ssd-state 1 <crc32c> <bytes> <note bytes>`, then that many bytes of JSON,
+//! then the table's metadata blob. It is published atomically (temporary file, sync, rename, sync of the directory)
+//! after every segment that it references was synced.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -13,23 +14,23 @@ use crate::ssd::format::names::state_path;
 use crate::ssd::identity::{ShardIdentity, StateCounters};
 
 const STATE_TITLE: &str = "embcache-ssd-state";
-/// The format, of which the segments' files are a part.
+/// Version of the format, including the segments' files.
 const FORMAT: u32 = 1;
-/// No file of a state is longer: 2²⁰ segments at less than 128 bytes each, and the longest note.
+/// Maximum bytes of a state's file: 2²⁰ segments at less than 128 bytes each, and the longest metadata blob.
 const MAX_STATE_BYTES: u64 = 256 << 20;
 
-/// A counter in a file that is larger than this is damage: counting one by one does not get there. What is added to a counter up to
-/// this does not overflow.
+/// A larger counter in a file is corruption: counting one by one does not reach it. Additions to a counter up to this
+/// limit do not overflow.
 pub(crate) const MAX_COUNT: u64 = 1 << 62;
 
-/// A segment as a state names it.
+/// A segment in a state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SegmentDescriptor {
     /// Serial.
     #[serde(rename = "n")]
     pub serial: u64,
-    /// Whether it holds tombstones.
+    /// True if it contains tombstones.
     #[serde(rename = "t")]
     pub tombstones: bool,
     /// Length of the file.
@@ -40,13 +41,13 @@ pub struct SegmentDescriptor {
     pub crc: u32,
 }
 
-/// Sealed segments that together hold a tier's rows, as a linked checkpoint names them.
+/// Sealed segments that together contain a tier's rows, as a linked checkpoint references them.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SegmentSet {
     /// No record has a larger `write_seq`.
     pub write_seq: u64,
-    /// Rows. A row counts once, however many records of it there are.
+    /// Number of rows. A row counts once, even if it has several records.
     pub rows: u64,
     /// The segments.
     pub segments: Vec<SegmentDescriptor>,
@@ -58,7 +59,7 @@ impl SegmentSet {
         self.segments.iter().map(|named| named.file_bytes).sum()
     }
 
-    /// `Err` says what is wrong with the numbers, which come from a file.
+    /// Checks the numbers, which were read from a file. `Err` describes the problem.
     pub fn check(&self) -> Result<(), String> {
         let highest = self.segments.iter().map(|named| named.serial).max().unwrap_or(0);
         let longest = self.segments.iter().map(|named| named.file_bytes).max().unwrap_or(0);
@@ -86,13 +87,13 @@ pub(crate) struct StateFile {
     pub(crate) write_seq: u64,
     pub(crate) rows: u64,
     pub(crate) segments: Vec<SegmentDescriptor>,
-    /// The table's own bytes. Their length is in the first line, and the checksum there covers them too.
+    /// The table's metadata blob. Its length is in the first line, and the checksum there covers it too.
     #[serde(skip)]
     pub(crate) metadata: Vec<u8>,
 }
 
 impl StateFile {
-    /// Write the file durably.
+    /// Writes the file durably.
     pub(crate) fn write(&self, engine: &dyn IoEngine, dir: &Path) -> Result<()> {
         let body = serde_json::to_string(self)
             .map_err(|e| Error::new(Kind::Storage, format!("cannot render the state of {}: {e}", dir.display())))?;
@@ -103,7 +104,7 @@ impl StateFile {
         write_atomically(engine, &state_path(dir, self.token), &bytes)
     }
 
-    /// Read and check the state `commit_id` of `dir`.
+    /// Reads and checks the state `commit_id` of `dir`.
     pub(crate) fn read(engine: &dyn IoEngine, dir: &Path, commit_id: u64) -> Result<Self> {
         let path = state_path(dir, commit_id);
         let bytes = read_file(engine, &path, MAX_STATE_BYTES)?;
@@ -155,7 +156,7 @@ impl StateFile {
         Ok(state)
     }
 
-    /// `Mismatch`, which names the first field that differs, unless the state is of this table.
+    /// Returns `Mismatch`, which names the first field that differs, unless the state belongs to this table.
     pub(crate) fn check_identity(&self, identity: &ShardIdentity, layout: &RowLayout, dir: &Path) -> Result<()> {
         let (was, is) = (&self.identity, identity);
         let layout_name = |vector_floats: u64, scalar: bool| {

@@ -1,4 +1,4 @@
-//! Finding many ids at once, and pointing what was found to other locations without another search.
+//! Batched lookups, and updates of the found entries without another search.
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
@@ -11,17 +11,17 @@ use crate::prefetch::prefetch;
 use crate::simd::InstructionSet;
 use crate::types::{Id, hash_id};
 
-/// Entries of a line of the processor's cache, which are compared at once.
+/// Entries of a CPU cache line, which are compared together.
 const LINE_ENTRIES: usize = 8;
-/// Where the entry of an id often lies at most, counted from its home. It may be in the next line of the cache.
+/// Usual maximum distance of an entry from its home slot. The entry may be in the next cache line.
 const USUAL_DISTANCE: usize = 4;
-/// The place of what is in the exact map.
+/// Place of a location in the exact map.
 const IN_EXACT: u64 = u64::MAX;
 
-/// Ids that are looked for at the same time, each at one of the steps of the search.
+/// Ids in flight, each at one of the steps of the search.
 const RING_SLOTS: usize = (4 * PREFETCH_DISTANCE).next_power_of_two();
 
-/// Where an id will be looked for: the position of its home is in a sub-table.
+/// A search in progress: `home` is the position of the home slot in a sub-table.
 #[derive(Clone, Copy, Debug, Default)]
 struct TagProbe {
     table: usize,
@@ -29,20 +29,20 @@ struct TagProbe {
     home: usize,
 }
 
-/// What an index has for an id, and where. It is given back to the index to change that.
+/// Result of a lookup, and its place in the index. Pass it to the index to change the entry.
 #[derive(Clone, Copy, Debug)]
 pub struct TagMatch {
-    /// The entry with its tag, or only the location where that is in the exact map; `EMPTY` where there is none.
+    /// The entry with its tag, or only the location if that is in the exact map; `EMPTY` if there is none.
     entry: u64,
-    /// Its place in the pool of pages. A page belongs to one sub-table for good.
+    /// Its place in the pool of pages. A page belongs permanently to one sub-table.
     place: u64,
 }
 
 impl TagMatch {
-    /// Nothing was found.
+    /// Not found.
     pub const NONE: Self = Self { entry: EMPTY, place: IN_EXACT };
 
-    /// The location that [`TagIndex::get`] gives.
+    /// The location that [`TagIndex::get`] returns.
     #[inline]
     pub fn location(&self) -> Option<RecordLocation> {
         (self.entry != EMPTY).then(|| RecordLocation::from_bits(self.entry))
@@ -50,19 +50,19 @@ impl TagMatch {
 }
 
 impl TagIndex {
-    /// [`TagIndex::get`] for each id, whose memory is asked for ahead.
+    /// Calls [`TagIndex::get`] for each id, and prefetches the memory.
     ///
     /// # Panics
-    /// When `locations` has not the length of `ids`.
+    /// If `locations` and `ids` have different lengths.
     pub fn get_batch(&self, ids: &[Id], locations: &mut [Option<RecordLocation>]) {
         assert_eq!(ids.len(), locations.len(), "one place for each id");
         self.for_each_match(ids, &mut |at, found| locations[at] = found.location());
     }
 
-    /// As [`TagIndex::get_batch`], but says too where the locations were found.
+    /// Like [`TagIndex::get_batch`], but also returns the places of the locations.
     ///
     /// # Panics
-    /// When `found` has not the length of `ids`.
+    /// If `found` and `ids` have different lengths.
     pub fn find_batch(&self, ids: &[Id], found: &mut [TagMatch]) {
         assert_eq!(ids.len(), found.len(), "one place for each id");
         self.for_each_match(ids, &mut |at, here| found[at] = here);
@@ -70,14 +70,14 @@ impl TagIndex {
 
     fn for_each_match(&self, ids: &[Id], sink: &mut impl FnMut(usize, TagMatch)) {
         match InstructionSet::best() {
-            // SAFETY: `InstructionSet::best` found that the processor has AVX-512 F.
+            // SAFETY: `InstructionSet::best` found that the CPU has AVX-512 F.
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => unsafe { self.for_each_match_avx512(ids, sink) },
             _ => self.for_each_match_portable(ids, sink),
         }
     }
 
-    /// As on a processor without wide registers.
+    /// Lookup for a CPU without wide registers.
     pub(super) fn for_each_match_portable(&self, ids: &[Id], sink: &mut impl FnMut(usize, TagMatch)) {
         self.for_each_match_with(ids, sink, mask_below);
     }
@@ -89,15 +89,15 @@ impl TagIndex {
     }
 
     #[inline(always)]
-    #[allow(clippy::inline_always)] // The caller is compiled for a certain instruction set, and this with it.
+    #[allow(clippy::inline_always)] // inlined into callers that are compiled for a specific instruction set
     fn for_each_match_with(
         &self,
         ids: &[Id],
         sink: &mut impl FnMut(usize, TagMatch),
         which_below: impl Fn(&[u64; LINE_ENTRIES], u64) -> u32,
     ) {
-        // Where an entry is follows from its sub-table, and then from the number of its page. Each of these is in the processor's cache when it
-        // is needed, because it was asked for AHEAD ids before.
+        // The address of an entry depends on its sub-table, and then on the number of its page. Each of these is in the
+        // CPU cache when it is needed, because it was prefetched `PREFETCH_DISTANCE` ids earlier.
         let mut ring = [TagProbe::default(); RING_SLOTS];
         for turn in 0..ids.len() + 3 * PREFETCH_DISTANCE {
             if let Some(&id) = ids.get(turn) {
@@ -118,7 +118,7 @@ impl TagIndex {
     }
 
     #[inline(always)]
-    #[allow(clippy::inline_always)] // As `for_each_match_with`.
+    #[allow(clippy::inline_always)] // see `for_each_match_with`
     fn prefetch_table(&self, id: Id) -> TagProbe {
         let (table, tag) = self.hasher.fingerprint(hash_id(id));
         prefetch(&self.tables, table);
@@ -126,14 +126,14 @@ impl TagIndex {
     }
 
     #[inline(always)]
-    #[allow(clippy::inline_always)] // As `for_each_match_with`.
+    #[allow(clippy::inline_always)] // see `for_each_match_with`
     fn prefetch_page(&self, ahead: &mut TagProbe) {
         ahead.home = self.home(ahead.table, ahead.tag);
         prefetch(&self.tables[ahead.table].pages, ahead.home / PAGE_ENTRIES);
     }
 
     #[inline(always)]
-    #[allow(clippy::inline_always)] // As `for_each_match_with`.
+    #[allow(clippy::inline_always)] // see `for_each_match_with`
     fn prefetch_entry(&self, TagProbe { table, home, .. }: TagProbe) {
         if let Some(&page) = self.tables[table].pages.get(home / PAGE_ENTRIES) {
             let page = self.pool.page(page);
@@ -143,7 +143,7 @@ impl TagIndex {
     }
 
     #[inline(always)]
-    #[allow(clippy::inline_always)] // As `for_each_match_with`.
+    #[allow(clippy::inline_always)] // see `for_each_match_with`
     fn probe_from_home(
         &self,
         (table, tag, mut at): (usize, u64, usize),
@@ -155,8 +155,8 @@ impl TagIndex {
             if is_here { TagMatch { entry, place: self.pool.place(number, at % PAGE_ENTRIES) } } else { TagMatch::NONE }
         };
         while let Some(&number) = self.tables[table].pages.get(at / PAGE_ENTRIES) {
-            // A page is whole lines of the cache. Tags ascend, so that the first entry from `at` on that is not below the tag is the one or shows
-            // that there is none.
+            // A page is a whole number of cache lines. Tags ascend, so that the first entry from `at` on that is not
+            // below the tag is the match or proves that there is none.
             let (lines, from) = (self.pool.page(number).as_chunks::<LINE_ENTRIES>().0, at % LINE_ENTRIES);
             let line = &lines[at % PAGE_ENTRIES / LINE_ENTRIES];
             let entry = from + (which_below(line, least) >> from).trailing_ones() as usize;
@@ -168,7 +168,7 @@ impl TagIndex {
         TagMatch::NONE
     }
 
-    /// Start to load what was found into the processor's cache.
+    /// Prefetches the found entry into the CPU cache.
     #[inline]
     pub fn prefetch_match(&self, found: &TagMatch) {
         if found.place != IN_EXACT {
@@ -176,7 +176,7 @@ impl TagIndex {
         }
     }
 
-    /// [`TagIndex::replace`] of an id for which this was found. Others may have changed the index since.
+    /// Like [`TagIndex::replace`], for the result of a lookup of `id`. The index may have changed since the lookup.
     #[inline]
     pub fn replace_match(&mut self, id: Id, found: &TagMatch, location: RecordLocation) -> Option<RecordLocation> {
         if let Some(place) = self.exact.get_mut(id) {
@@ -188,17 +188,18 @@ impl TagIndex {
         Some(RecordLocation::from_bits(before))
     }
 
-    /// [`TagIndex::is_at`] of an id for which this was found. Others may have changed the index since.
+    /// Like [`TagIndex::is_at`], for the result of a lookup of `id`. The index may have changed since the lookup.
     #[inline]
     pub fn is_match_at(&mut self, id: Id, found: &TagMatch, location: RecordLocation) -> bool {
         match self.matched_entry(found) {
-            // An entry that points there is this id's. Another one may be of an id whose print is the same.
+            // An entry with this location belongs to this id. Another entry may belong to an id with the same
+            // fingerprint.
             Some(entry) if RecordLocation::from_bits(*entry) == location => true,
             _ => self.is_at(id, location),
         }
     }
 
-    /// The entry that was found, if an entry with its tag is still there.
+    /// Returns the found entry, if an entry with its tag is still there.
     #[inline]
     fn matched_entry(&mut self, found: &TagMatch) -> Option<&mut u64> {
         let entry = if found.place == IN_EXACT { return None } else { self.pool.entry_mut(found.place)? };
@@ -206,18 +207,18 @@ impl TagIndex {
     }
 }
 
-/// A bit for each entry of a line, which says whether it is below `least`.
+/// Returns a bit per entry of a line, set if the entry is below `least`.
 #[inline]
 fn mask_below(line: &[u64; LINE_ENTRIES], least: u64) -> u32 {
     line.iter().enumerate().fold(0, |which, (at, &entry)| which | u32::from(entry < least) << at)
 }
 
-/// Does what [`which_below`] does, for all entries at once.
+/// Like [`mask_below`], for all entries in one instruction.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn mask_below_avx512(line: &[u64; LINE_ENTRIES], least: u64) -> u32 {
-    // SAFETY: there are so many bytes.
+    // SAFETY: `line` has 64 bytes.
     let entries = unsafe { _mm512_loadu_si512(line.as_ptr().cast()) };
     u32::from(_mm512_cmplt_epu64_mask(entries, _mm512_set1_epi64(least as i64)))
 }

@@ -1,8 +1,8 @@
-//! Keeps in full the ids that share their print with another. They are few as long as there are many prints.
+//! Stores in full the ids whose fingerprints other ids have too. They are few as long as there are many fingerprints.
 //!
-//! While they are few they are in one map, and later in [`MAPS`] maps, so that a map that grows holds the table up only briefly. Which map
-//! an id is in, and where, depends on a secret, so that nobody can choose ids that meet there. Nearly all ids that are asked for are in no
-//! map, and a filter of bits says so at once.
+//! Up to [`SINGLE_MAP_IDS`] of them are stored in one map, more in [`MAPS`] maps, so that growing a map blocks the
+//! table only briefly. The map of an id and its position there depend on a secret, so that colliding ids cannot be
+//! chosen. Nearly all searched ids are in no map, and a bit filter decides that without a lookup.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};
@@ -13,21 +13,21 @@ use crate::error::Result;
 use crate::memory;
 use crate::types::{Id, hash_id};
 
-/// Maps, once there are more ids than [`SINGLE_MAP_IDS`].
+/// Number of maps if there are more ids than [`SINGLE_MAP_IDS`].
 const MAPS: usize = 1024;
-/// As many ids are kept in one map.
+/// Maximum number of ids in a single map.
 const SINGLE_MAP_IDS: usize = 1 << 15;
 
 #[derive(Debug)]
 pub(super) struct ExactMap {
     maps: Vec<ExactMapShard>,
     len: usize,
-    /// Every map has room for so many more at least.
+    /// Every map has capacity for at least this many more ids.
     spare_capacity: usize,
     secret: IdHashSecret,
 }
 
-/// Some of the ids.
+/// A subset of the ids.
 #[derive(Debug)]
 struct ExactMapShard {
     ids: HashMap<Id, RecordLocation, IdHashSecret>,
@@ -43,23 +43,23 @@ impl ExactMapShard {
         self.ids.insert(id, location);
         if !self.filter.add(hash_id(id)) {
             self.filter.reset(2 * self.ids.len());
-            // Without memory for bits this ends at the first id.
+            // If the filter has no memory for bits, this stops at the first id.
             let _all = self.ids.keys().all(|&id| self.filter.add(hash_id(id)));
         }
     }
 
-    /// Have room for `more` ids. `Memory`, and nothing has changed, where the system refuses.
+    /// Reserves capacity for `more` ids. Returns `Memory`, without any change, if the allocation fails.
     fn reserve(&mut self, more: usize) -> Result<()> {
         let bytes = (self.ids.len() + more) * (size_of::<(Id, RecordLocation)>() + 1);
         self.ids.try_reserve(more).map_err(|_| memory::refused_error(MEMORY_PURPOSE, bytes))
     }
 }
 
-/// A bit for each of some hashes, of which at most one in eight is set (Bloom, "Space/time trade-offs in hash coding with allowable errors",
-/// 1970, with one hash). Bits of ids that are gone stay until it is made again.
+/// A bit per hash, of which at most one in eight is set (Bloom, "Space/time trade-offs in hash coding with allowable
+/// errors", 1970, with one hash). Bits of removed ids stay until it is rebuilt.
 #[derive(Debug, Default)]
 struct ExactMapFilter {
-    /// A power of two. Where there are none, every id may be here.
+    /// The length is a power of two. If it is empty, every id may be present.
     words: Vec<u64>,
     added: usize,
 }
@@ -67,14 +67,14 @@ struct ExactMapFilter {
 impl ExactMapFilter {
     const MIN_BITS: usize = 1 << 9;
 
-    /// Whether an id of this hash may have been added.
+    /// True if an id with this hash may have been added.
     #[inline]
     fn may_contain(&self, hash: u64) -> bool {
         let word = (hash / 64) as usize & self.words.len().wrapping_sub(1);
         self.words.get(word).is_none_or(|word| word >> (hash % 64) & 1 != 0)
     }
 
-    /// Add an id of this hash; false where there are too few bits, and it was not added.
+    /// Adds an id with this hash. Returns false, without adding it, if there are too few bits.
     fn add(&mut self, hash: u64) -> bool {
         if self.words.is_empty() || self.added >= self.words.len() * 8 {
             return false;
@@ -85,7 +85,7 @@ impl ExactMapFilter {
         true
     }
 
-    /// Begin anew, with bits for twice so many ids. Where the system refuses the memory there are none, which costs only time.
+    /// Clears the filter, with bits for `2 * ids` ids. If the allocation fails there are none, which only costs time.
     fn reset(&mut self, ids: usize) {
         let words = (ids * 16).next_power_of_two().max(Self::MIN_BITS) / 64;
         *self = Self::default();
@@ -108,7 +108,7 @@ impl ExactMap {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        // hashbrown keeps a control byte a bucket and fills seven eighths of them.
+        // hashbrown has a control byte per bucket and fills seven eighths of them.
         let buckets: usize = self.maps.iter().map(|map| map.ids.capacity() / 7 * 8).sum();
         let words: usize = self.maps.iter().map(|map| map.filter.words.capacity()).sum();
         buckets * (size_of::<(Id, RecordLocation)>() + 1)
@@ -121,7 +121,7 @@ impl ExactMap {
         if self.maps.len() == 1 { 0 } else { (self.secret.hash(id) >> 32) as usize % MAPS }
     }
 
-    /// The map of an id that may be here; `None` where it surely is not.
+    /// Returns the map of an id that may be present; `None` if it certainly is not.
     #[inline]
     fn map_with(&self, id: Id) -> Option<usize> {
         if self.len == 0 {
@@ -154,7 +154,7 @@ impl ExactMap {
         self.maps.iter().flat_map(|map| map.ids.values()).copied()
     }
 
-    /// Add an id that is known to be absent. `Memory`, and nothing has changed, where it has no room and the system gives none.
+    /// Adds an absent id. Returns `Memory`, without any change, if it has no capacity and the allocation fails.
     pub(super) fn insert(&mut self, id: Id, location: RecordLocation) -> Result<()> {
         let map = self.map_of(id);
         if self.spare_capacity == 0 {
@@ -166,14 +166,14 @@ impl ExactMap {
         Ok(())
     }
 
-    /// Have room for `more` ids to come, of which a map gets its share.
+    /// Reserves capacity for `more` ids, which are distributed over the maps.
     ///
-    /// Errors: `Memory`, and no id is elsewhere than before.
+    /// Errors: `Memory`. No id has moved.
     pub(super) fn reserve(&mut self, more: usize) -> Result<()> {
         if self.maps.len() == 1 && self.len + more > SINGLE_MAP_IDS {
             self.split_map()?;
         }
-        // Chance gives no map four times its share and 16 more.
+        // No map gets four times its expected number plus 16 by chance.
         let each = if self.maps.len() == 1 { more } else { more.min(more * 4 / MAPS + 16) };
         if self.spare_capacity >= each {
             return Ok(());
@@ -185,13 +185,13 @@ impl ExactMap {
         Ok(())
     }
 
-    /// Go over to many maps.
+    /// Splits the single map into many.
     fn split_map(&mut self) -> Result<()> {
         let mut maps = Vec::new();
         memory::reserve(&mut maps, MEMORY_PURPOSE, MAPS)?;
         for _ in 0..MAPS {
             let mut map = ExactMapShard::new(self.secret);
-            // Chance gives no map as much.
+            // No map gets that many by chance.
             map.reserve(4 * self.len / MAPS + 64)?;
             maps.push(map);
         }
@@ -207,7 +207,7 @@ impl ExactMap {
 
 const MEMORY_PURPOSE: &str = "hold the index of the rows on SSD";
 
-/// Hashes ids in a way that nobody knows.
+/// Hashes ids with a secret.
 #[derive(Clone, Copy, Debug)]
 struct IdHashSecret(u64);
 
@@ -218,7 +218,7 @@ impl IdHashSecret {
     }
 }
 
-/// The hash of one id.
+/// Hasher of one id.
 #[derive(Clone, Copy, Debug)]
 struct IdHasher {
     secret: IdHashSecret,

@@ -1,5 +1,5 @@
-//! Fills an empty index from ids, sub-table after sub-table. Each is made at its final size, and several threads may make some at the same
-//! time.
+//! Fills an empty index from ids, one sub-table after the other. Each is built at its final size, and several threads
+//! may build some in parallel.
 
 use super::location::RecordLocation;
 use super::pages::{EMPTY, PAGE_ENTRIES};
@@ -8,13 +8,13 @@ use super::{LOCATION_BITS, SubTable, TagIndex, sub_table_size};
 use crate::error::Result;
 use crate::types::{Id, id_of_hash};
 
-/// Makes sub-tables for one index. It is cheap to copy.
+/// Builds sub-tables for one index. It is cheap to copy.
 #[derive(Clone, Copy, Debug)]
 pub struct SubTableBuilder {
     hasher: FingerprintHasher,
 }
 
-/// A sub-table that was made and is to be put into its index.
+/// A sub-table to be put into its index.
 #[derive(Debug)]
 pub struct BuiltSubTable {
     table: usize,
@@ -25,17 +25,17 @@ pub struct BuiltSubTable {
 }
 
 impl SubTableBuilder {
-    /// Sub-tables of the index.
+    /// Number of sub-tables of the index.
     pub fn sub_tables(self) -> usize {
         1 << self.hasher.sub_table_bits
     }
 
-    /// The least hash of the ids of a sub-table; `None` past the last.
+    /// Returns the smallest hash of a sub-table's ids; `None` past the last.
     pub fn first_hash(self, table: usize) -> Option<u64> {
         (table < self.sub_tables()).then(|| ((table as u64) << 48) << (16 - self.hasher.sub_table_bits))
     }
 
-    /// Make the sub-tables of `ids`, which are distinct. All ids of a sub-table are in one call, and lie side by side.
+    /// Builds the sub-tables of `ids`, which are distinct. All ids of a sub-table must be adjacent in one call.
     pub fn build(self, ids: &[(u64, RecordLocation)]) -> Vec<BuiltSubTable> {
         let same_table = |a: &(u64, RecordLocation), b: &(u64, RecordLocation)| {
             self.hasher.fingerprint(a.0).0 == self.hasher.fingerprint(b.0).0
@@ -50,7 +50,7 @@ impl SubTableBuilder {
             sub_table.level += 1;
             (sub_table.homes, sub_table.limit) = sub_table_size(table, sub_table.level);
         }
-        // Room for the overhang in most cases.
+        // Usually sufficient for the overflow.
         let mut entries = vec![EMPTY; (sub_table.homes as usize + PAGE_ENTRIES / 2).next_multiple_of(PAGE_ENTRIES)];
         let mut exact = Vec::new();
         let (mut next, mut last) = (0, None);
@@ -61,7 +61,7 @@ impl SubTableBuilder {
                 continue;
             }
             last = Some(tag);
-            // Ascending tags: each entry goes to its home or right behind the one before it.
+            // Tags ascend: each entry goes to its home slot or right after the previous entry.
             let at = self.hasher.home(tag, sub_table.homes).max(next);
             if at == entries.len() {
                 entries.resize(at + PAGE_ENTRIES, EMPTY);
@@ -70,13 +70,13 @@ impl SubTableBuilder {
             next = at + 1;
             sub_table.len += 1;
         }
-        // As many pages as growing would give it.
+        // The same number of pages as after growing.
         entries.truncate(next.max(sub_table.homes as usize).next_multiple_of(PAGE_ENTRIES));
         BuiltSubTable { table, sub_table, entries, exact }
     }
 
-    /// The entries of ids, with their hashes, by ascending tag. Tags are spread evenly, so nearly all of it is putting each into its
-    /// bucket.
+    /// Returns the entries of ids, with their hashes, by ascending tag. Tags are evenly distributed, so nearly all of
+    /// the work is putting each into its bucket.
     fn sorted_by_tag(self, ids: &[(u64, RecordLocation)]) -> Vec<(u64, u64)> {
         let buckets = (ids.len() / 4).next_power_of_two().min(1 << self.hasher.tag_bits);
         let shift = self.hasher.tag_bits - buckets.trailing_zeros();
@@ -110,17 +110,17 @@ impl SubTableBuilder {
 }
 
 impl TagIndex {
-    /// Makes sub-tables for this index.
+    /// Creates a builder for this index.
     pub fn sub_table_builder(&self) -> SubTableBuilder {
         SubTableBuilder { hasher: self.hasher }
     }
 
-    /// Put sub-tables made by its [`TagIndex::filler`] in the place of empty ones.
+    /// Replaces empty sub-tables by those built by [`TagIndex::sub_table_builder`].
     ///
-    /// Errors: `Kind::Memory`; then the index is of no use.
+    /// Errors: `Kind::Memory`; then the index is unusable.
     ///
     /// # Panics
-    /// When a sub-table of theirs is not empty.
+    /// If one of the replaced sub-tables is not empty.
     pub fn adopt(&mut self, filled: &[BuiltSubTable]) -> Result<()> {
         self.pool.reserve(filled.iter().map(|table| table.entries.len() / PAGE_ENTRIES).sum())?;
         for BuiltSubTable { table, sub_table, entries, exact } in filled {

@@ -1,6 +1,6 @@
-//! Where a record is, in 40 bits.
+//! The location of a record, in 40 bits.
 
-/// Where a record is: the number of its segment, below 2²⁰ − 1, and its own number there, below 2²⁰.
+/// The location of a record: the number of its segment, below 2²⁰ − 1, and its own number there, below 2²⁰.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RecordLocation {
     /// Number of the segment.
@@ -10,9 +10,9 @@ pub struct RecordLocation {
 }
 
 impl RecordLocation {
-    /// One past the largest segment number that an index holds.
+    /// Upper bound (exclusive) of segment numbers.
     pub const MAX_SEGMENTS: u32 = (1 << 20) - 1;
-    /// One past the largest record number that an index holds.
+    /// Upper bound (exclusive) of record numbers.
     pub const MAX_RECORDS: u32 = 1 << 20;
 
     #[inline]

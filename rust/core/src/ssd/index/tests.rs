@@ -8,7 +8,7 @@ fn at(number: u64) -> RecordLocation {
     RecordLocation { segment: (number >> 10) as u32 & 0xffff, record: number as u32 & 0x3ff }
 }
 
-/// Check that tags are sorted, that each can be reached from its home without a gap, and that counts are right.
+/// Checks that tags are sorted, that each can be reached from its home slot without a gap, and that counts are right.
 fn check_structure(index: &TagIndex) {
     let mut tagged = 0;
     for (table, sub) in index.tables.iter().enumerate() {
@@ -142,7 +142,7 @@ proptest! {
                     model.remove(&id);
                 }
                 (_, None) => {
-                    // Where an absent id's print finds something, that is the location of an id that is there.
+                    // A match for an absent id is the location of a present id with the same fingerprint.
                     let found = index.get(id);
                     prop_assert!(found.is_none_or(|location| model.values().any(|other| *other == location)));
                 }
@@ -158,7 +158,7 @@ proptest! {
 }
 
 proptest! {
-    /// Somebody changes the index between finding ids and pointing what was found elsewhere.
+    /// The index changes between a lookup and the update of its result.
     #[test]
     fn what_was_found_is_replaced_and_recognised_whatever_has_changed_since(
         sub_table_bits in 0_u32..3,
@@ -267,7 +267,7 @@ proptest! {
     }
 }
 
-/// Hashes of ids that somebody would choose who knows how an index without a secret takes prints.
+/// Hashes that an attacker would choose who knows the fingerprints of an index without a secret.
 fn chosen(which: &str, number: u64) -> u64 {
     match which {
         "one print" => 5 << 54 | number,

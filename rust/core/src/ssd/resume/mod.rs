@@ -1,4 +1,4 @@
-//! The way back into memory: opening a directory, resuming a published state, reading segments of a linked checkpoint.
+//! Opens a directory, resumes a published state, and reads segments of a linked checkpoint.
 
 pub(crate) mod open;
 pub(crate) mod restore;

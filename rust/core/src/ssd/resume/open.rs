@@ -1,4 +1,4 @@
-//! Opening a directory: what is checked before anything is written, and the ways to treat a directory that is not empty.
+//! Opens a directory: the checks before anything is written, and the treatment of a directory that is not empty.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,12 +21,12 @@ use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
 use crate::ssd::tier::states::{PublishedState, PublishedStates};
 
-/// Sizes that tests make small. `None` stands for the usual one.
+/// Sizes that tests reduce. `None` selects the usual one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SsdTuning {
     pub(crate) segment_bytes: Option<u64>,
     pub(crate) block_bytes: Option<usize>,
-    /// Bits that choose a sub-table of the index, and bits of a tag. Few make many ids collide.
+    /// Bits that select a sub-table of the index, and bits of a tag. With few bits many ids collide.
     pub(crate) index_bits: Option<(u32, u32)>,
     /// Threads that restore.
     pub(crate) threads: Option<usize>,
@@ -41,8 +41,8 @@ impl SsdTuning {
     }
 }
 
-/// Open the tier in a directory. With `source`, its segments are the contents, in place of whatever is in the directory. Returns the
-/// counters of the state that was resumed.
+/// Opens the tier in a directory. With `source`, its segments replace the contents of the directory. Returns the
+/// counters of the resumed state.
 pub(crate) fn open(
     config: &SsdConfig,
     identity: &ShardIdentity,
@@ -58,7 +58,7 @@ pub(crate) fn open(
     descriptors::check_reserve(&config.dir)?;
     engine.check_private(&config.dir, DIR_MODE)?;
     make_directory(engine, &config.dir)?;
-    // A directory that was never a tier's is refused before the lock file is written into it.
+    // A directory that was never a tier's is rejected before the lock file is written into it.
     let found = engine.list(&config.dir)?;
     let ours = found.is_empty() || found.iter().any(|path| path.file_name().is_some_and(|name| name == LOCK_FILE));
     if config.reopen == ReopenMode::Never && !ours {
@@ -79,19 +79,19 @@ pub(crate) fn open(
     Ok((Arc::new(TierInner::new(home, layout, identity.clone(), contents.state, (held, note))), counters))
 }
 
-/// What a tier begins with.
+/// The initial contents of a tier.
 struct TierContents {
     state: TierState,
     resumed: Option<ResumedState>,
 }
 
-/// What a resumed state says of its table.
+/// The table's counters and metadata blob in a resumed state.
 struct ResumedState {
     counters: StateCounters,
     metadata: Vec<u8>,
 }
 
-/// Take the contents from `source`, or do with those of the directory what the configuration says.
+/// Takes the contents from `source`, or treats those of the directory according to the configuration.
 fn initial_contents(
     config: &SsdConfig,
     (identity, layout): (&ShardIdentity, &RowLayout),
@@ -123,14 +123,14 @@ fn initial_contents(
     }
 }
 
-/// The files in the directory, except the lock file.
+/// Lists the files in the directory, except the lock file.
 fn list(context: &SegmentContext) -> Result<Vec<PathBuf>> {
     let mut listing = context.engine.list(&context.dir)?;
     listing.retain(|path| path.file_name().is_none_or(|name| name != LOCK_FILE));
     Ok(listing)
 }
 
-/// Make the directory, and the missing ones above it, durably.
+/// Creates the directory, and its missing parents, durably.
 fn make_directory(engine: &dyn IoEngine, dir: &Path) -> Result<()> {
     let mut missing: Vec<&Path> = Vec::new();
     for path in dir.ancestors().take_while(|path| !path.as_os_str().is_empty()) {
@@ -162,7 +162,8 @@ fn not_empty(dir: &Path, files: usize) -> Error {
     )
 }
 
-/// Refuse to start anew where a state was published between the caller's look and the lock on the directory.
+/// Returns an error instead of starting empty if a state was published between the caller's check and the lock on the
+/// directory.
 fn check_no_newer_state(dir: &Path, listing: &[PathBuf], unfinished: Option<u64>) -> Result<()> {
     if commit_ids(listing).last().copied() <= unfinished {
         return Ok(());
@@ -173,7 +174,7 @@ fn check_no_newer_state(dir: &Path, listing: &[PathBuf], unfinished: Option<u64>
     ))
 }
 
-/// Remove a tier's own files. States go first, so that no state is ever without its segments.
+/// Removes a tier's own files. States are removed first, so that no state is ever without its segments.
 fn discard(context: &SegmentContext, listing: &[PathBuf]) -> Result<()> {
     for path in listing.iter().filter(|path| state_commit_id(path).is_some() || is_temporary(path)) {
         context.engine.remove_file(path)?;
@@ -185,7 +186,7 @@ fn discard(context: &SegmentContext, listing: &[PathBuf]) -> Result<()> {
     context.engine.sync_dir(&context.dir)
 }
 
-/// Resume the state that the configuration names, or the newest.
+/// Resumes the configured state, or the latest.
 fn resume(
     config: &SsdConfig,
     (identity, layout): (&ShardIdentity, &RowLayout),
@@ -224,7 +225,7 @@ fn resume(
     Ok(TierContents { state, resumed: Some(resumed) })
 }
 
-/// The token `requested`, or the newest, of those published in `dir`.
+/// Returns the commit id `requested`, or the latest, of those published in `dir`.
 fn commit_id_to_resume(requested: Option<u64>, tokens: &[u64], dir: &Path) -> Result<u64> {
     let what = match (requested, tokens.last()) {
         (None, Some(newest)) => return Ok(*newest),
@@ -241,10 +242,11 @@ fn commit_id_to_resume(requested: Option<u64>, tokens: &[u64], dir: &Path) -> Re
     ))
 }
 
-/// The state `commit_id`, which comes before the one that is resumed, and which nothing but another resume needs. `None` where it is damaged,
-/// not there, or another table's: then its files are removed.
+/// Reads the state `commit_id`, the predecessor of the resumed state, which only another resume needs. Returns `None`
+/// if it is corrupted, missing, or belongs to another table: then its files are removed.
 ///
-/// Any other error is raised, because it says nothing of the bytes on disk. To take it for damage would remove a state that is whole.
+/// Returns any other error, because it does not concern the bytes on disk. Treating it as corruption would remove an
+/// intact state.
 fn read_previous_state(
     context: &SegmentContext,
     (identity, layout): (&ShardIdentity, &RowLayout),
@@ -272,7 +274,7 @@ fn read_previous_state(
     }
 }
 
-/// See [`SsdTier::published`](crate::ssd::SsdTier::published).
+/// See [`SsdTier::published_commit_ids`](crate::ssd::SsdTier::published_commit_ids).
 pub(crate) fn published_commit_ids(dir: &Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
     if !engine.exists(dir)? {
         return Ok(Vec::new());

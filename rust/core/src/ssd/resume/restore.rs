@@ -1,8 +1,8 @@
-//! Restoring: the rows of a set of segments back into an index, from footers alone.
+//! Restores the index of a set of segments from their footers only.
 //!
-//! Each of several threads takes a range of hashes, which is some sub-tables of the index. It reads that part of all footers side by side,
-//! sub-table after sub-table. All entries of one id are in one sub-table, where the newest wins, and each sub-table is made at its final
-//! size. Beside the index memory does not grow with the rows.
+//! Each of several threads processes a range of hashes, which is some sub-tables of the index. It reads that part of
+//! all footers in parallel, sub-table after sub-table. All entries of one id are in one sub-table, where the latest
+//! wins, and each sub-table is built at its final size. Memory other than the index does not grow with the rows.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -25,19 +25,19 @@ use crate::ssd::segment::home::SegmentContext;
 use crate::ssd::tier::state::TierState;
 use crate::sync::lock;
 
-/// A thread handles about so many entries at once.
+/// Approximate number of entries that a thread processes at a time.
 const RANGE_ENTRIES: u64 = 1 << 16;
-/// Bytes that are read ahead of all footers, by all threads together.
+/// Bytes of all footers that are read ahead, by all threads together.
 const READ_AHEAD_BYTES: u64 = 64 << 20;
-/// The most bytes of one read, which has at least a page. Larger reads make a disk hardly faster.
+/// Maximum bytes of one read, which has at least a page. Larger reads hardly increase a disk's throughput.
 const READ_BYTES: u64 = 60 << 10;
-/// There is one thread for each so many entries.
+/// Number of entries per thread.
 const ENTRIES_PER_THREAD: u64 = 1 << 18;
-/// There are at most so many threads. Each waits for its reads, and sorts what it has read while others wait, so that the disk is kept
-/// busy.
+/// Maximum number of threads. Each waits for its reads, and sorts its entries while others wait, so that the disk is
+/// kept busy.
 const MAX_THREADS: u64 = 4;
 
-/// The file of a segment that a state names. All of it was checked except entries and records.
+/// The file of a segment that a state references. All of it was checked except entries and records.
 pub(crate) struct CheckedSegmentFile {
     serial: u64,
     content: SegmentContent,
@@ -47,14 +47,14 @@ pub(crate) struct CheckedSegmentFile {
 }
 
 impl CheckedSegmentFile {
-    /// Make it a segment, which holds its bytes of the cap.
+    /// Converts it to a segment, which occupies its bytes of the cap.
     fn into_segment(self, context: &SegmentContext) -> Result<Arc<Segment>> {
         let Self { serial, content, format, file, sealed } = self;
         Segment::reopened(context, serial, (content, format), file, sealed).map(Arc::new)
     }
 }
 
-/// Open the segment that a state names, and check all of it except entries and records.
+/// Opens a segment that a state references, and checks all of it except entries and records.
 pub(crate) fn open_segment(
     context: &SegmentContext,
     descriptor: &SegmentDescriptor,
@@ -122,14 +122,14 @@ fn check_segment_file(
     })
 }
 
-/// The segments that states name, each of which is opened once.
+/// The segments that states reference, each of which is opened once.
 #[derive(Default)]
 pub(crate) struct OpenedSegments {
     by_serial: HashMap<u64, Arc<Segment>>,
 }
 
 impl OpenedSegments {
-    /// The segments of `state`, all or none. Where the state is damaged, no file of it holds bytes of the cap.
+    /// Opens the segments of `state`, all or none. If the state is corrupted, no file of it occupies bytes of the cap.
     pub(crate) fn segments_of(&mut self, context: &SegmentContext, state: &StateFile) -> Result<Vec<Arc<Segment>>> {
         let new = state.segments.iter().filter(|named| !self.contains(named.serial));
         let find =
@@ -141,7 +141,7 @@ impl OpenedSegments {
         Ok(state.segments.iter().map(|named| self.by_serial[&named.serial].clone()).collect())
     }
 
-    /// Whether one of them has this serial.
+    /// True if one of them has this serial.
     pub(crate) fn contains(&self, serial: u64) -> bool {
         self.by_serial.contains_key(&serial)
     }
@@ -156,31 +156,32 @@ struct RestoreCandidate {
     record: u32,
 }
 
-/// What a thread has found in its part of the footers, beside the rows.
+/// Results of a thread for its part of the footers, except the rows.
 struct RestorePart {
-    /// This part's share of the checksum of each segment's footer. The exclusive or of the shares of all parts is the checksum.
+    /// This part's contribution to the checksum of each segment's footer. The exclusive or of the contributions of all
+    /// parts is the checksum.
     checksums: Vec<u32>,
     /// The live records of each segment.
     live: Vec<u32>,
     highest_epoch: u32,
 }
 
-/// What all threads of a restore share.
+/// The data that all threads of a restore share.
 struct RestoreJob<'a> {
     engine: &'a dyn IoEngine,
     segments: &'a [Arc<Segment>],
     /// Entries with a larger `write_seq` do not belong to the state.
     write_seq: u64,
-    /// Entries of a footer that are read at once.
+    /// Entries per read of a footer.
     read_ahead: u32,
-    /// Sub-tables that are handled at once.
+    /// Number of sub-tables that are processed at a time.
     tables_at_once: usize,
     filler: SubTableBuilder,
     index: Mutex<&'a mut TagIndex>,
 }
 
-/// Sorts candidates by hash, and those of one hash with the newest first. Hashes are spread evenly, so nearly all of the work is to put
-/// each into its bucket.
+/// Sorts candidates by hash, and those with the same hash from latest to oldest. Hashes are evenly distributed, so
+/// nearly all of the work is to put each into its bucket.
 #[derive(Default)]
 struct CandidateSorter {
     candidates: Vec<RestoreCandidate>,
@@ -189,11 +190,11 @@ struct CandidateSorter {
 }
 
 impl CandidateSorter {
-    /// Sort the candidates that were found, whose hashes are `begin..end`. Nothing is found afterwards.
+    /// Sorts and removes the candidates, whose hashes are `begin..end`.
     fn sorted(&mut self, (begin, end): FooterHashRange) -> &[RestoreCandidate] {
         let buckets = (self.candidates.len() / 4).max(2).next_power_of_two();
         let width = end.unwrap_or(0).wrapping_sub(begin).wrapping_sub(1);
-        // The least shift that leaves no more than so many buckets.
+        // The least shift that results in at most `buckets` buckets.
         let shift = (64 - width.leading_zeros()).saturating_sub(buckets.trailing_zeros());
         let bucket = |candidate: &RestoreCandidate| ((candidate.hash - begin) >> shift) as usize;
         self.ends.clear();
@@ -226,8 +227,8 @@ impl CandidateSorter {
 }
 
 impl RestoreJob<'_> {
-    /// Fill the sub-tables `tables` from the part of the footers that holds their `hashes`. `begin` and `end` say by segment where the part
-    /// is.
+    /// Fills the sub-tables `tables` from the part of the footers with their `hashes`. `begin` and `end` are the bounds
+    /// of the part by segment.
     fn restore_part(
         &self,
         tables: Range<usize>,
@@ -250,7 +251,7 @@ impl RestoreJob<'_> {
             })?;
             let mut last = None;
             for candidate in sorter.sorted((self.filler.first_hash(first).unwrap_or(0), end_hash)) {
-                // The newest of an id comes first, and where it is a tombstone there is no row.
+                // The latest record of an id comes first. If it is a tombstone there is no row.
                 let newest = last.replace(candidate.hash) != Some(candidate.hash);
                 let segment = &self.segments[candidate.segment as usize];
                 if newest && segment.content == SegmentContent::Rows {
@@ -265,7 +266,7 @@ impl RestoreJob<'_> {
         Ok(RestorePart { checksums: footers.finish()?, live, highest_epoch })
     }
 
-    /// Fill the whole index with `threads` threads.
+    /// Fills the entire index with `threads` threads.
     fn run(&self, threads: usize) -> Result<Vec<RestorePart>> {
         let bounds: Vec<usize> = (0..=threads).map(|thread| self.filler.sub_tables() * thread / threads).collect();
         let hashes: Vec<Option<u64>> = bounds.iter().map(|&bound| self.filler.first_hash(bound)).collect();
@@ -293,27 +294,27 @@ impl RestoreJob<'_> {
                 let thread = started.map_err(|error| failed(format!("could not be started: {error}")))?;
                 thread.join().map_err(|_| failed("ended in a panic".into()))?
             });
-            // All are waited for, also after the first error.
+            // All threads are joined, even after the first error.
             let ended: Vec<Result<RestorePart>> = ended.collect();
             ended.into_iter().collect()
         })
     }
 }
 
-/// How many threads restore so many entries. `threads` takes the place of the usual number.
+/// Returns the number of threads for `entries` entries. `threads` overrides the usual number.
 fn threads_for(entries: u64, tables: usize, threads: Option<usize>) -> usize {
     let usual = (entries / ENTRIES_PER_THREAD).clamp(1, MAX_THREADS);
     threads.unwrap_or(usual as usize).clamp(1, tables)
 }
 
-/// What the file at `path` says that the segments hold.
+/// The expected contents of segments according to the file at `path`.
 pub(crate) struct ExpectedSegments<'a> {
     pub(crate) write_seq: u64,
     pub(crate) rows: u64,
     pub(crate) path: &'a Path,
 }
 
-/// The state of a tier that has what `expected` says of `segments`. `index` is empty.
+/// Restores the state of a tier with `segments`, and checks it against `expected`. `index` is empty.
 pub(crate) fn restore(
     mut index: TagIndex,
     expected: &ExpectedSegments<'_>,

@@ -1,4 +1,5 @@
-//! Segments outside any tier's directory, as a linked checkpoint has them: read where they lie, or linked into a tier's directory.
+//! Segments outside any tier's directory, such as those of a linked checkpoint: read in place, or linked into a tier's
+//! directory.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,7 +24,7 @@ use crate::types::Id;
 
 /// The cap of a tier that is only read: 16 TiB.
 const READ_ONLY_CAP_BYTES: u64 = 1 << 44;
-/// Bytes that are read at once.
+/// Bytes per read.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// Segments outside any tier's directory. Their headers, footers and lengths were checked.
@@ -33,16 +34,18 @@ pub struct LinkedSegments {
     identity: ShardIdentity,
     layout: RowLayout,
     set: SegmentSet,
-    /// Where they are, in the set's order.
+    /// Their paths, in the set's order.
     paths: Vec<PathBuf>,
-    /// The file that names the set.
+    /// The file that lists the set.
     manifest_path: PathBuf,
 }
 
 impl LinkedSegments {
-    /// The segments `set` of the table `identity`, as the file `manifest_path` names them. `path_of` says where the one with a serial is.
+    /// Opens the segments `set` of the table `identity`, as the file `manifest_path` lists them. `path_of` returns the
+    /// path for a serial.
     ///
-    /// Errors: `Corruption` where a file is missing, has another length, belongs to another table or state, or has a damaged footer.
+    /// Errors: `Corruption` if a file is missing, has another length, belongs to another table or state, or has a
+    /// corrupted footer.
     pub fn open(
         engine: Arc<dyn IoEngine>,
         (identity, layout): (ShardIdentity, RowLayout),
@@ -59,7 +62,7 @@ impl LinkedSegments {
         Ok(files)
     }
 
-    /// Rows that they hold.
+    /// Number of their rows.
     pub fn rows(&self) -> u64 {
         self.set.rows
     }
@@ -79,7 +82,7 @@ impl LinkedSegments {
         let geometry = SegmentSizing::new(READ_ONLY_CAP_BYTES, &schema, None)?;
         let dir = self.manifest_path.parent().unwrap_or(Path::new(".")).to_owned();
         let home = SegmentContext::new(dir, schema, geometry, None, Arc::clone(&self.engine))?;
-        // Whatever happens, these files are somebody else's.
+        // These files belong to another owner and must never be removed.
         home.space.close();
         Ok(home)
     }
@@ -93,7 +96,8 @@ impl LinkedSegments {
         ExpectedSegments { write_seq: self.set.write_seq, rows: self.set.rows, path: &self.manifest_path }
     }
 
-    /// Hand every row to `sink` once, in no particular order. Every record is verified. It takes about 10 bytes of RAM a row until it ends.
+    /// Passes every row to `sink` once, in unspecified order. Verifies every record. Needs about 10 bytes of RAM per
+    /// row until it returns.
     pub fn read(&self, sink: &mut ScanSink<'_>) -> Result<()> {
         let home = self.segment_context()?;
         let segments = self.segments(&home)?;
@@ -108,7 +112,7 @@ impl LinkedSegments {
         Err(Error::corruption(&self.manifest_path, 0, "the rows that the segments hold", self.set.rows, rows))
     }
 
-    /// Hand the rows of a segment that `index` points to to `sink`; how many they are.
+    /// Passes the rows of a segment that `index` points to to `sink`. Returns their number.
     fn read_segment(&self, segment: &Segment, index: &TagIndex, sink: &mut ScanSink<'_>) -> Result<u64> {
         let record_bytes = segment.record_bytes;
         let records = segment.records();
@@ -136,7 +140,7 @@ impl LinkedSegments {
         Ok(rows)
     }
 
-    /// Make them the contents of the tier at `context`, whose directory has no segment.
+    /// Makes them the contents of the tier at `context`, whose directory has no segment.
     pub(crate) fn install(
         &self,
         config: &SsdConfig,
@@ -149,7 +153,7 @@ impl LinkedSegments {
         for (named, from) in self.set.segments.iter().zip(&self.paths) {
             let to = segment_path(&context.dir, named.serial);
             link_or_copy(&*context.engine, &*self.engine.open(from, IoOpenMode::Read)?, &to)?;
-            // For as long as the file has this name too, no other tier takes it for its own alone and writes it again.
+            // As long as the file also has this name, no other tier considers it unshared and reuses it.
             if !self.engine.exists(from)? {
                 return Err(Error::io("link", from, &std::io::Error::from_raw_os_error(libc::ENOENT)));
             }

@@ -1,4 +1,4 @@
-//! Removing the directories of other shards of a table, which runs with another number of ranks have left.
+//! Removes the directories of other shards of a table, which runs with another number of ranks have left.
 
 use std::path::{Path, PathBuf};
 
@@ -10,13 +10,13 @@ use crate::ssd::format::names::{is_temporary, segment_serial, state_commit_id};
 /// See [`SsdTier::remove_shard`](crate::ssd::SsdTier::remove_shard).
 pub(crate) fn remove_shard(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
     engine.check_private(dir, DIR_MODE)?;
-    // This comes before the lock, which would make a file in a directory that is not ours.
+    // This precedes the lock, which would create a file in a directory that is not a tier's.
     check_tier_directory(dir, &engine.list(dir)?)?;
     let held = lock_tier_dir(engine, dir)?;
-    // It is looked at again, because from now on only those add something who know nothing of locks.
+    // Checks again under the lock, which only programs that ignore it can bypass to add files.
     let listing = engine.list(dir)?;
     check_tier_directory(dir, &listing)?;
-    // States go first, so that no state is ever without its segments.
+    // States are removed first, so that no state is ever without its segments.
     for path in listing.iter().filter(|path| state_commit_id(path).is_some() || is_temporary(path)) {
         engine.remove_file(path)?;
     }
@@ -26,7 +26,8 @@ pub(crate) fn remove_shard(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
     engine.sync_dir(dir.parent().unwrap_or(Path::new("/")))
 }
 
-/// `State` unless `listing` is that of a tier's directory: its lock file, and beside it nothing but states and segments.
+/// Returns `State` unless `listing` is that of a tier's directory: its lock file, and otherwise only states and
+/// segments.
 fn check_tier_directory(dir: &Path, listing: &[PathBuf]) -> Result<()> {
     let is_lock = |path: &Path| path.file_name().is_some_and(|name| name == LOCK_FILE);
     let is_ours = |path: &Path| {

@@ -1,72 +1,84 @@
-//! What compaction takes next: [`choose`], a function of a [`View`] of the tier.
+//! Chooses the next segment to compact: [`choose`], a function of a [`CompactionView`] of the tier.
 //!
-//! Compaction moves the live records of a segment elsewhere, so that its file can go. It works as late as it can, because what waits longer
-//! has more dead records. What it looks for, in this order:
+//! Compaction moves the live records of a segment elsewhere, so that its file can be removed. It works as late as
+//! possible, because older segments have more dead records. It looks for, in this order:
 //!
-//! 1. [`Choice::FreeSpace`]: room is short, and the segment is named by no published state, so that its bytes are free at once.
-//! 2. [`Choice::FreeTombstones`]: tombstones pile up, and this oldest segment with dead records is what keeps them.
-//! 3. [`Choice::Thin`]: published states name the segment, many of its records are dead, and there is room for both copies. The next
-//!    publishes free it.
-//! 4. [`Choice::Merge`]: frequent publishes leave many small segments, and this is the smallest.
+//! 1. [`CompactionChoice::FreeSpace`]: space is short, and no published state references the segment, so that its bytes
+//!    are freed immediately.
+//! 2. [`CompactionChoice::FreeTombstones`]: tombstones pile up, and this is the oldest segment with dead records, which
+//!    keeps them alive.
+//! 3. [`CompactionChoice::Thin`]: published states reference the segment, many of its records are dead, and both copies
+//!    fit. The next publishes free it.
+//! 4. [`CompactionChoice::Merge`]: frequent publishes leave many small segments, and this is the smallest.
 //!
-//! None is chosen whose live records do not all fit what is open and free: a segment that is moved in part frees nothing.
+//! A segment is chosen only if all its live records fit the open segments and the free space: moving only some of them
+//! frees nothing.
 
 use crate::ssd::workers::COMPACTORS;
 
-/// Room is short, in a tier that was never published, where less than 5 segments are free: one for each class of rows, which all may be
-/// opened at once, and one for tombstones. Such a tier keeps no more free than that, since all that it frees is free at once.
+/// Space is short, in a tier that was never published, if fewer than 5 segments are free: one for each hotness group,
+/// which may all be opened at the same time, and one for tombstones. Such a tier keeps no more free, because all that
+/// it compacts is freed immediately.
 const SHORT_SEGMENTS: u64 = 5;
-/// Room is short, in a tier that is published, where less than an eighth of the cap is free: a publish names every segment, so that until
-/// the next one what is written finds no room but this.
+/// Space is short, in a published tier, if less than an eighth of the cap is free: a publish references every segment,
+/// so that writes until the next publish have only this space.
 const SHORT_SHARE: u64 = 8;
-/// Room is short, in a tier that is published, where less than 4 segments are free, however small the cap is.
+/// Space is short, in a published tier, if fewer than 4 segments are free, for any cap.
 const MIN_SHORT_SEGMENTS: u64 = 4;
-/// Where less than 3 segments are free, rows from RAM wait: 2 are kept, and theirs is the third. Then any segment is worth moving.
+/// Rows from RAM wait if fewer than 3 segments are free: 2 are reserved, and the third is theirs. Then any segment is
+/// worth moving.
 const URGENT_SEGMENTS: u64 = 3;
-/// While rows need not wait, a published tier moves segments of which at most half is live. Moving those costs at most as much writing as
-/// it makes room; fuller ones may empty until the next publish.
+/// While rows need not wait, a published tier moves segments that are at most half live. This writes at most as much as
+/// it frees; fuller segments may empty until the next publish.
 const WORTH_MOVING: f64 = 0.5;
-/// While rows wait and giving up published states would make room, a segment is moved that is three quarters live at most. Moving fuller
-/// ones writes more than three records for the room of one, where a state that is given up costs nothing.
+/// While rows wait and discarding published states would free space, a segment is moved only if it is at most three
+/// quarters live. Moving a fuller one writes more than three records to free the space of one, while discarding a state
+/// costs nothing.
 const WORTH_MOVING_BEFORE_DROPPING_STATES: f64 = 0.75;
-/// Segments that have to be free before anything is moved for another reason than room: it must not make room short itself.
+/// Segments that must be free before anything is moved for a reason other than space: such a move must not itself make
+/// space short.
 const FREE_TO_MOVE_FOR_TOMBSTONES: u64 = 2;
-/// Segments that have to be free before named or small segments are moved. What is moved then frees nothing before the next publish.
+/// Segments that must be free before referenced or small segments are moved. Such a move frees nothing before the next
+/// publish.
 const FREE_TO_MOVE_WITHOUT_GAIN: u64 = 4;
-/// Tombstones pile up where they hold more than one part in 16 of the cap, which is what the capacity leaves for what is dead.
+/// Tombstones pile up if they occupy more than 1/16 of the cap, which is the fraction that the capacity leaves for dead
+/// records.
 const TOMBSTONE_SHARE: u64 = 16;
-/// Tombstones pile up where there are more segments of them than 8.
+/// Tombstones pile up if they have more than 8 segments.
 const TOMBSTONE_SEGMENTS: usize = 8;
-/// Named segments are thinned out where less than a third of the cap is free: above that the next publishes have room enough.
+/// Referenced segments are thinned out if less than a third of the cap is free: above that, the next publishes have
+/// enough space.
 const THIN_BELOW_FREE_SHARE: u64 = 3;
-/// Named segments are thinned out where files that published states alone need hold less than a quarter of the cap: thinning adds to them.
+/// Referenced segments are thinned out if files that only published states need occupy less than a quarter of the cap:
+/// thinning adds to them.
 const THIN_BELOW_RETAINED_SHARE: u64 = 4;
-/// A named segment is thinned out where less than 0.6 of its records is live.
+/// A referenced segment is thinned out if less than 0.6 of its records are live.
 const THIN_LIVE_SHARE: f64 = 0.6;
-/// A segment is small that has at most one part in 4 of the rows of a full one.
+/// A segment is small if it has at most a quarter of the rows of a full one.
 const SMALL_SHARE_OF_ROWS: u32 = 4;
-/// Where there are more small segments than 16, the smallest is merged: each costs a file, and a footer to read at a resume.
+/// If there are more than 16 small segments, the smallest is merged: each costs a file, and a footer to read at a
+/// resume.
 const SMALL_SEGMENTS: u64 = 16;
-/// A small cap bears fewer small segments: one for each 8 segments that it has room for.
+/// A small cap allows fewer small segments: one for each 8 segments that fit it.
 const SMALL_SHARE_OF_CAP: u64 = 8;
 
-/// What is chosen, with the slot of the segment that is to be moved.
+/// The choice, with the slot of the segment to move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CompactionChoice {
-    /// Move it, because room is short.
+    /// Moves it, because space is short.
     FreeSpace(u32),
-    /// Move it, so that tombstones can go.
+    /// Moves it, so that tombstones can be removed.
     FreeTombstones(u32),
-    /// Move it, so that the next publishes free it.
+    /// Moves it, so that the next publishes free it.
     Thin(u32),
-    /// Move it, because there are many small ones.
+    /// Moves it, because there are many small ones.
     Merge(u32),
-    /// Move none.
+    /// Moves none.
     Nothing,
 }
 
 impl CompactionChoice {
-    /// The slot of the segment that is to be moved.
+    /// Slot of the segment to move.
     pub(crate) fn slot(self) -> Option<u32> {
         match self {
             Self::FreeSpace(slot) | Self::FreeTombstones(slot) | Self::Thin(slot) | Self::Merge(slot) => Some(slot),
@@ -74,7 +86,7 @@ impl CompactionChoice {
         }
     }
 
-    /// The reason, in a word.
+    /// The reason, for logs.
     pub(crate) fn reason(self) -> &'static str {
         match self {
             Self::FreeSpace(_) => "make room",
@@ -86,28 +98,28 @@ impl CompactionChoice {
     }
 }
 
-/// A tier, as far as compaction has to know it.
+/// The properties of a tier that compaction depends on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CompactionView {
-    /// Whether anything can be moved: the tier is neither closed nor read-only.
+    /// If true, segments can be moved: the tier is neither closed nor read-only.
     pub(crate) can_write: bool,
     /// Bytes of the cap.
     pub(crate) cap_bytes: u64,
-    /// The most bytes of a segment.
+    /// Maximum bytes of a segment.
     pub(crate) segment_bytes: u64,
-    /// Rows of a full segment that is written now.
+    /// Rows of a full segment with the current record format.
     pub(crate) rows_per_segment: u32,
     /// Bytes of such a segment.
     pub(crate) full_bytes: u64,
     /// Bytes of the cap that no file holds.
     pub(crate) free_bytes: u64,
-    /// Segments that are being moved now.
+    /// Segments that are being moved.
     pub(crate) moving: u32,
-    /// Rows that fit what is open and what can be opened, beside those that are being moved.
+    /// Rows that fit the open segments and those that can be opened, in addition to the rows that are being moved.
     pub(crate) rows_to_move: u64,
-    /// Whether the tier was ever published or resumed.
+    /// True if the tier was ever published or resumed.
     pub(crate) was_published: bool,
-    /// Published states that it could be resumed from.
+    /// Number of published states from which the tier can be resumed.
     pub(crate) states: usize,
     /// Bytes of files that only published states need.
     pub(crate) retained_bytes: u64,
@@ -115,47 +127,49 @@ pub(crate) struct CompactionView {
     pub(crate) tombstone_segments: usize,
     /// Bytes of these.
     pub(crate) tombstone_bytes: u64,
-    /// The oldest of these are needed while a segment with a smaller serial than this has dead records.
+    /// The oldest tombstones are needed while a segment with a smaller serial than this has dead records.
     pub(crate) tombstones_before: u64,
     /// The next record's `write_seq`.
     pub(crate) next_seq: u64,
 }
 
-/// A segment of the current set, as far as compaction has to know it.
+/// The properties of a segment of the current set that compaction depends on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SegmentView {
     pub(crate) slot: u32,
     pub(crate) serial: u64,
-    /// Whether it holds rows, its file is complete, no scan is to come to it, nobody moves it, and its bytes can be read.
+    /// True if it contains rows, its file is complete, no scan is waiting for it, no thread moves it, and its bytes can
+    /// be read.
     pub(crate) can_move: bool,
-    /// Whether its file is complete.
+    /// True if its file is complete.
     pub(crate) sealed: bool,
     pub(crate) records: u32,
     /// Records that the index points to.
     pub(crate) live: u32,
-    /// Bytes of the cap that it holds.
+    /// Bytes of the cap that it occupies.
     pub(crate) held_bytes: u64,
-    /// How many of the current set and the published states name it.
+    /// Number of references from the current set and the published states.
     pub(crate) ref_count: u32,
-    /// The next record's `write_seq` when the segment was made.
+    /// The next record's `write_seq` when the segment was created.
     pub(crate) made_seq: u64,
 }
 
 impl SegmentView {
-    /// Its live records, as a share of those that its bytes take in a full segment of records as they are written now. Below 1, moving its
-    /// rows to full segments makes room.
+    /// Live records, relative to the number of current-format records in the same bytes of a full segment. Below 1,
+    /// moving its rows to full segments frees space.
     pub(crate) fn utilization(&self, view: &CompactionView) -> f64 {
         let held = self.held_bytes as f64 * f64::from(view.rows_per_segment);
         f64::from(self.live) * view.full_bytes as f64 / held.max(1.0)
     }
 
-    /// How much of its records is live.
+    /// Fraction of its records that are live.
     pub(crate) fn live_share(&self) -> f64 {
         f64::from(self.live) / f64::from(self.records.max(1))
     }
 
-    /// Room by cost: what moving it makes free, for what is read and written for it, times its age. By age, segments wait whose records are
-    /// about to die (Rosenblum, Ousterhout: The design and implementation of a log-structured file system, 1992).
+    /// Benefit by cost: the space that moving it frees, divided by the bytes read and written for it, times its age.
+    /// Because of the age, segments whose records are about to become dead wait (Rosenblum, Ousterhout: The design and
+    /// implementation of a log-structured file system, 1992).
     fn benefit(&self, view: &CompactionView) -> f64 {
         let age = view.next_seq.saturating_sub(self.made_seq).max(1) as f64;
         let share = self.utilization(view);
@@ -168,7 +182,7 @@ impl CompactionView {
         self.segment_bytes * count
     }
 
-    /// Whether rows from RAM have to wait for room.
+    /// True if rows from RAM have to wait for free space.
     fn is_urgent(&self) -> bool {
         self.free_bytes < self.segments(URGENT_SEGMENTS)
     }
@@ -182,14 +196,14 @@ impl CompactionView {
         self.free_bytes < short
     }
 
-    /// Whether giving up published states would make room, now or by compaction.
+    /// True if discarding published states would free space, directly or by compaction.
     pub(crate) fn states_hold_space(&self, mut segments: impl Iterator<Item = SegmentView>) -> bool {
-        // A segment that is being closed does not yet hold the bytes that it will hold.
+        // A segment that is being sealed does not occupy its final bytes yet.
         self.states > 0
             && (self.retained_bytes > 0 || segments.any(|s| s.ref_count > 1 && s.sealed && s.utilization(self) < 1.0))
     }
 
-    /// The largest share of a segment that is worth moving where room is short.
+    /// Maximum utilization of a segment that is worth moving when space is short.
     fn worth_moving(&self, segments: impl Iterator<Item = SegmentView>) -> f64 {
         if !self.was_published {
             1.0
@@ -203,9 +217,10 @@ impl CompactionView {
     }
 }
 
-/// Choose what compaction takes next.
+/// Chooses the next segment to compact.
 pub(crate) fn choose(view: &CompactionView, segments: impl Iterator<Item = SegmentView> + Clone) -> CompactionChoice {
-    // Each segment that is being moved must find its room: none could be finished if all were half moved when the room ends.
+    // Each segment that is being moved must find its space: if all were half moved when space runs out, none could be
+    // finished.
     let one_more = view.segments(u64::from(view.moving) + 1);
     if !view.can_write || (view.moving > 0 && (view.moving >= COMPACTORS || view.free_bytes < one_more)) {
         return CompactionChoice::Nothing;

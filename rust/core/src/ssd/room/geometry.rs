@@ -1,4 +1,4 @@
-//! How a table's cap is divided into segments, and how many rows it can hold.
+//! Divides a table's cap into segments, and computes the number of rows that it can hold.
 
 use crate::config::SsdConfig;
 use crate::error::{Error, Kind, Result};
@@ -11,42 +11,42 @@ use crate::ssd::format::segment::{MAX_HEADER_BYTES, SegmentContent, SegmentSchem
 use crate::ssd::index::{RecordLocation, TagIndex};
 use crate::ssd::workers::COMPACTORS;
 
-/// No segment has more than 64 MiB.
+/// Maximum bytes of a segment: 64 MiB.
 const LARGEST_SEGMENT: u64 = 64 << 20;
-/// No segment has less than 8 KiB.
+/// Minimum bytes of a segment: 8 KiB.
 const SMALLEST_SEGMENT: u64 = 8 << 10;
-/// A cap is divided into 512 segments where they are neither the largest nor the smallest. There are many, because some of them are kept
-/// free or are half full.
+/// A cap is divided into 512 segments if they are neither the largest nor the smallest. There are many, because some of
+/// them are kept free or are half full.
 const SEGMENTS_PER_CAP: u64 = 512;
-/// A small cap is divided into 64 segments, or more of [`EFFICIENT_SEGMENT_BYTES`].
+/// A small cap is divided into 64 segments, or more segments of [`EFFICIENT_SEGMENT_BYTES`].
 const MIN_SEGMENTS_PER_CAP: u64 = 64;
-/// Smaller segments than 4 MiB cost too much each.
+/// Segments below 4 MiB cost too much each.
 const EFFICIENT_SEGMENT_BYTES: u64 = 4 << 20;
-/// Classes of rows where segments are few.
+/// Hotness groups of a tier with few segments.
 const FEW_HOTNESS_CLASSES: u8 = 2;
-/// Segments that no row can count on, beside the open ones of rows: that of tombstones, one that compaction writes into, and one that is to
-/// be opened.
+/// Segments that capacity excludes, besides the open ones of rows: that of tombstones, one that compaction writes into,
+/// and one that is to be opened.
 const OVERHEAD_SEGMENTS: u64 = 3;
-/// One part in 16 of the cap is kept for records that are dead and not yet compacted, and for tombstones. It is at least the second segment
-/// that compaction needs.
+/// 1/16 of the cap is reserved for dead records that are not compacted yet, and for tombstones. It is at least the
+/// second segment that compaction needs.
 const DEAD_SHARE: u64 = 16;
 /// Bytes of a state's file for its fields.
 const STATE_BYTES: u64 = 1024;
-/// Bytes of a state's file for each segment that it names.
+/// Bytes of a state's file for each segment that it references.
 const STATE_BYTES_PER_SEGMENT: u64 = 64;
-/// The caller's note in a state takes at most this part of the cap: 1/2048.
+/// Maximum fraction of the cap for the caller's metadata blob in a state: 1/2048.
 const METADATA_SHARE: u64 = 2048;
-/// The caller's note in a state takes at most 128 MiB, however large the cap is.
+/// Maximum bytes of the caller's metadata blob in a state, for any cap: 128 MiB.
 const MAX_METADATA_BYTES: u64 = 128 << 20;
-/// Whole segments that stay free while nothing is being moved. See [`SegmentSizing::reserved_bytes`].
+/// Segments that stay free while nothing is being moved. See [`SegmentSizing::reserved_bytes`].
 const RESERVED_SEGMENTS: u32 = 2;
 
-/// The most bytes of a note where the cap is `cap_bytes`.
+/// Maximum bytes of a metadata blob for a cap of `cap_bytes`.
 pub(crate) fn max_metadata_bytes(cap_bytes: u64) -> usize {
     (cap_bytes / METADATA_SHARE).min(MAX_METADATA_BYTES) as usize
 }
 
-/// The least cap whose notes may have so many bytes.
+/// Smallest cap that allows metadata blobs of `metadata_bytes`.
 pub(crate) fn cap_for_metadata(metadata_bytes: usize) -> u64 {
     metadata_bytes as u64 * METADATA_SHARE
 }
@@ -55,30 +55,30 @@ fn overhead_segments(classes: u8) -> u64 {
     OVERHEAD_SEGMENTS + u64::from(classes)
 }
 
-/// How a table's files are laid out.
+/// Sizes of a table's files.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SegmentSizing {
-    /// Bytes for segments: the cap without what states and the lock file take.
+    /// Bytes for segments: the cap without the bytes of states and the lock file.
     pub(crate) cap_bytes: u64,
-    /// The most bytes of a segment's file.
+    /// Maximum bytes of a segment's file.
     pub(crate) segment_bytes: u64,
     pub(crate) header_bytes: usize,
-    /// The most bytes of a row's record.
+    /// Maximum bytes of a row's record.
     pub(crate) row_bytes: usize,
-    /// Rows that a segment has room for at least.
+    /// Minimum number of rows that fit a segment.
     pub(crate) rows_per_segment: u32,
-    /// Classes of rows; see `classes`.
+    /// Hotness groups; see `classes`.
     pub(crate) hotness_classes: u8,
-    /// Rows that fit, with the headroom left free.
+    /// Number of rows that fit, without the headroom.
     pub(crate) capacity_rows: u64,
-    /// The most bytes of the caller's note in a state.
+    /// Maximum bytes of the caller's metadata blob in a state.
     pub(crate) max_metadata_bytes: usize,
 }
 
 impl SegmentSizing {
-    /// Divide `cap_bytes`. `segment_bytes` takes the place of the usual size, for tests.
+    /// Divides `cap_bytes`. Tests pass `segment_bytes` to override the usual size.
     ///
-    /// Errors: `Config` where the cap is too small for one row, or larger than an index can number.
+    /// Errors: `Config` if the cap is too small for one row, or has more segments than an index can address.
     pub(crate) fn new(cap_bytes: u64, schema: &SegmentSchema, segment_bytes: Option<u64>) -> Result<Self> {
         let row_bytes = schema.max_record_bytes(SegmentContent::Rows);
         let header_bytes = schema.header_bytes();
@@ -127,29 +127,29 @@ impl SegmentSizing {
         })
     }
 
-    /// Bytes that no row can count on: those of open segments, and those kept free.
+    /// Bytes that capacity excludes: those of open segments, and those kept free.
     fn overhead_bytes(&self) -> u64 {
         overhead_segments(self.hotness_classes) * self.segment_bytes
     }
 
-    /// Bytes that stay free when a row from RAM is taken, or an open segment is closed by a publish.
+    /// Bytes that must stay free when a row from RAM is appended, or a publish seals an open segment.
     ///
-    /// While nothing is being moved they are two segments: then either one whole segment is free, or the room in open segments takes the
-    /// live rows of any segment. While something is being moved they are one segment for each that can be moved at a time, or rows from RAM
-    /// would take the room that the others need.
+    /// While nothing is being moved these are two segments: then either one entire segment is free, or the live rows of
+    /// any segment fit the open segments. During moves these are one segment for each that can be moved at a time;
+    /// otherwise rows from RAM would take the space that the moves need.
     pub(crate) fn reserved_bytes(&self, moving: u32) -> u64 {
         let segments = if moving == 0 { RESERVED_SEGMENTS } else { COMPACTORS };
         self.segment_bytes * u64::from(segments)
     }
 
-    /// Bytes of a row's record that is written now, where none has more than this.
+    /// Bytes of a row's record in the current format, for rows up to the maxima `highest`.
     pub(crate) fn record_bytes(&self, highest: &RecordMaxima) -> usize {
         self.row_bytes - MAX_HEAD_BYTES + HeadWidths::of_rows(highest).bytes()
     }
 
-    /// Rows that a segment takes at least, where none has more than this.
+    /// Minimum number of rows that fit a segment, for rows up to the maxima `highest`.
     ///
-    /// [`SegmentSizing::rows_per_segment`] fit in any case: where there is no room for their last steps, the footer leaves these out.
+    /// [`SegmentSizing::rows_per_segment`] always fit: if their last steps do not fit, the footer omits them.
     pub(crate) fn min_rows_per_segment(&self, highest: &RecordMaxima) -> u64 {
         let record_bytes = self.record_bytes(highest);
         let most = (self.segment_bytes / record_bytes as u64).min(u64::from(RecordLocation::MAX_RECORDS));
@@ -158,8 +158,8 @@ impl SegmentSizing {
         most.min(room / (record_bytes + entry_bytes) as u64).max(u64::from(self.rows_per_segment))
     }
 
-    /// Bytes of a segment that takes no more rows, where none has more than this. They are less than a segment's room where it has as many
-    /// records as an index can number.
+    /// Bytes of a full segment, for rows up to the maxima `highest`. They are fewer than `segment_bytes` if it has as
+    /// many records as an index can address.
     pub(crate) fn full_bytes(&self, highest: &RecordMaxima) -> u64 {
         let rows = self.min_rows_per_segment(highest);
         let each = self.record_bytes(highest) + max_entry_bytes_with_steps(rows as u32, highest);
@@ -168,8 +168,8 @@ impl SegmentSizing {
         file_bytes(least.min(self.segment_bytes), self.segment_bytes)
     }
 
-    /// `Config` where the cap is too small for `rows` in segments that hold `held_bytes` bytes. What compaction needs is free whenever a state is
-    /// made, so it has to be free when the state is resumed.
+    /// Returns `Config` if the cap is too small for `rows` in segments that occupy `held_bytes` bytes. The space that
+    /// compaction needs is free whenever a state is published, so it must be free when the state is resumed.
     pub(crate) fn check_space(&self, config: &SsdConfig, rows: u64, held_bytes: u64) -> Result<()> {
         if rows <= self.capacity_rows && held_bytes + self.reserved_bytes(0) <= self.cap_bytes {
             return Ok(());
@@ -188,7 +188,7 @@ impl SegmentSizing {
     }
 }
 
-/// The bytes of a segment, and the rows that it has room for, where header and trailer take `frame` bytes.
+/// Bytes of a segment and the number of rows that fit it, for a header and trailer of `frame` bytes.
 fn segment_size(cap_bytes: u64, frame: usize, row_bytes: usize, segment_bytes: Option<u64>) -> (u64, u32) {
     let one_row = (frame + row_bytes + MAX_ENTRY_BYTES).next_multiple_of(ALIGNMENT) as u64;
     let target = segment_bytes
@@ -200,7 +200,7 @@ fn segment_size(cap_bytes: u64, frame: usize, row_bytes: usize, segment_bytes: O
         .next_multiple_of(ALIGNMENT as u64);
     let fit = (target - frame as u64) / (row_bytes + MAX_ENTRY_BYTES) as u64;
     let rows_per_segment = fit.min(u64::from(RecordLocation::MAX_RECORDS)) as u32;
-    // A segment that is full of records before it is full of bytes is made smaller.
+    // A segment that would reach the record limit before the byte limit is made smaller.
     let full = frame as u64 + u64::from(rows_per_segment) * (row_bytes + MAX_ENTRY_BYTES) as u64;
     (full.next_multiple_of(ALIGNMENT as u64), rows_per_segment)
 }
@@ -223,7 +223,7 @@ mod tests {
                     continue;
                 };
                 assert!(g.segment_bytes % ALIGNMENT as u64 == 0 && g.rows_per_segment >= 1);
-                // What is full of live rows when compaction can do no more.
+                // Bytes of live rows when compaction can free nothing more.
                 let full = u128::from(g.cap_bytes - g.overhead_bytes() - g.segment_bytes);
                 let (rows, bytes) = (u128::from(g.rows_per_segment), u128::from(g.segment_bytes));
                 assert!(u128::from(g.capacity_rows) * bytes <= full * rows, "{g:?}");

@@ -1,8 +1,9 @@
-//! Room below the cap: how a cap is divided ([`geometry`]), who holds its bytes ([`space`]), what compaction takes next
-//! ([`compaction`]), and what whoever waits for room does next ([`waiting`]).
+//! Disk space below the cap: segment sizing ([`geometry`]), accounting of bytes ([`space`]), choice of the next segment
+//! to compact ([`compaction`]), and the next step of a writer that waits for free space ([`waiting`]).
 //!
-//! The two decisions are functions of plain numbers. They change nothing and know no lock. `work` takes the numbers under the tier's
-//! lock and does what was decided. docs/design-ssd.md, *Room*, argues from their properties that every row of the capacity fits.
+//! The two decisions are functions of plain numbers. They change nothing and take no lock. `work` reads the numbers
+//! under the tier's lock and executes the decision. docs/design-ssd.md, *Free space*, derives from their properties
+//! that every row of the capacity fits.
 
 pub(crate) mod compaction;
 pub(crate) mod geometry;

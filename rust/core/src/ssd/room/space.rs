@@ -1,4 +1,4 @@
-//! Who holds the bytes of a table's cap, and what its threads tell each other about them.
+//! Accounts for the bytes of a table's cap, and notifies the table's threads of changes.
 
 use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
@@ -8,7 +8,7 @@ use crate::error::{Error, Kind, Result};
 use crate::ssd::index::RecordLocation;
 use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering, lock, wait};
 
-/// At most so many files of segments that are gone are kept, to be written again.
+/// Maximum number of files of removed segments that are kept for reuse.
 const MAX_REUSABLE_FILES: usize = 8;
 
 #[derive(Debug, Default)]
@@ -16,24 +16,26 @@ struct SpaceUsage {
     used_bytes: u64,
     /// Bytes of files that could not be removed.
     unremovable_bytes: u64,
-    /// Why the first of these files could not be removed.
+    /// Error of the first of these files.
     removal_error: Option<Error>,
-    /// Files of `segment_bytes` that hold nothing. Their bytes count as free: a file is removed before a new one would not fit beside it.
+    /// Unused files of `segment_bytes`, kept for reuse. Their bytes count as free: a file is removed if otherwise a new
+    /// one would not fit.
     reusable_files: Vec<PathBuf>,
-    /// Segment numbers that nobody has any more.
+    /// Segment numbers that are free again.
     free_slots: Vec<u32>,
-    /// Segment numbers given out so far are below this.
+    /// All segment numbers in use are below this.
     slots: u32,
-    /// Jobs that the writers were given and have not done.
+    /// Jobs of the writers that are not done.
     pending: usize,
-    /// It goes up whenever something has happened that a thread may be waiting for.
+    /// Increased whenever something happens that a thread may wait for.
     generation: u64,
-    /// The first error of a write or a sync. From then on the tier only reads.
+    /// The first error of a write or a sync. It makes the tier read-only.
     failed: Option<Error>,
 }
 
 impl SpaceUsage {
-    /// Remember the first error, and say it: while the lock is held, so that it is said before anybody can see that the tier only reads.
+    /// Records the first error, and logs it while the lock is held, so that the log precedes any visible effect of the
+    /// read-only tier.
     fn fail(&mut self, error: Error) {
         if self.failed.is_none() {
             tracing::warn!("an SSD tier only reads from now on, because a write failed: {error}");
@@ -42,8 +44,8 @@ impl SpaceUsage {
     }
 }
 
-/// The bytes of a table's cap and who holds them, the numbers of its segments, and whether a write has failed. Its lock is a leaf: who
-/// holds it takes no other of the core.
+/// The bytes of a table's cap, the numbers of its segments, and the error of a failed write. Its lock is a leaf: a
+/// thread that holds it takes no other lock of the crate.
 #[derive(Debug)]
 pub(crate) struct SpaceTracker {
     cap_bytes: u64,
@@ -51,7 +53,7 @@ pub(crate) struct SpaceTracker {
     inner: Mutex<SpaceUsage>,
     changed: Condvar,
     written_bytes: AtomicU64,
-    /// Whether the tier is closed. Then its directory may be another's, and no file in it is touched.
+    /// True if the tier is closed. Then its directory may belong to another tier, and no file in it is touched.
     closed: Mutex<bool>,
 }
 
@@ -67,18 +69,18 @@ impl SpaceTracker {
         }
     }
 
-    /// Bytes that no file holds.
+    /// Bytes that no file occupies.
     pub(crate) fn free_bytes(&self) -> u64 {
         self.cap_bytes.saturating_sub(lock(&self.inner).used_bytes)
     }
 
-    /// Bytes that will be free when the readers of files that are gone are done, where files that stay hold `held_bytes` bytes.
+    /// Bytes that become free when readers of removed files are done, if the remaining files occupy `held_bytes` bytes.
     pub(crate) fn pending_free_bytes(&self, held_bytes: u64) -> u64 {
         let inner = lock(&self.inner);
         inner.used_bytes.saturating_sub(inner.unremovable_bytes + held_bytes)
     }
 
-    /// Remove a file; whether it is gone. The file of a closed tier is left to whoever opens the directory next.
+    /// Removes a file. Returns true if it is gone. Keeps the file of a closed tier, for the next open of the directory.
     pub(crate) fn remove(&self, file: impl FnOnce() -> Result<()>) -> bool {
         let closed = lock(&self.closed);
         if *closed {
@@ -94,8 +96,9 @@ impl SpaceTracker {
         gone
     }
 
-    /// As [`SpaceTracker::remove`], but a file that holds a whole segment may be kept, to be written again. Removing and making files slows a disk
-    /// down that is told of free blocks. No file is kept that is not `is_sole_link`, under this one name, because somebody else may read it.
+    /// Like [`SpaceTracker::remove`], but may keep a file of a full segment for reuse. Removing and creating files
+    /// slows down a disk with discard enabled. Keeps no file with other links (`is_sole_link` returns false), because
+    /// other processes may read it.
     pub(crate) fn remove_or_reuse(
         &self,
         path: &Path,
@@ -114,13 +117,13 @@ impl SpaceTracker {
         self.remove(remove)
     }
 
-    /// A kept file to write a segment to, if there is one. It is to be renamed.
+    /// Returns a kept file for a new segment, if there is one. The caller renames it.
     pub(crate) fn take_reusable_file(&self) -> Option<PathBuf> {
         lock(&self.inner).reusable_files.pop()
     }
 
-    /// Remove as many kept files as are in the way of `bytes` more, or all of them where `bytes` is `None`; whether nothing is in the way
-    /// now. A file that could not be removed goes on holding its bytes.
+    /// Removes kept files until `bytes` more fit, or all of them if `bytes` is `None`. Returns true if `bytes` fit. A
+    /// file that cannot be removed continues to occupy its bytes.
     pub(crate) fn remove_reusable_files(&self, bytes: Option<u64>, remove: impl Fn(&Path) -> Result<()>) -> bool {
         loop {
             let spare = {
@@ -141,17 +144,17 @@ impl SpaceTracker {
         }
     }
 
-    /// Why a file could not be removed, if one could not. Then there is less room than there should be.
+    /// Error of a file that could not be removed, if any. Then less space is free than expected.
     pub(crate) fn removal_error(&self) -> Option<Error> {
         lock(&self.inner).removal_error.clone()
     }
 
-    /// From now on no file is removed.
+    /// Disables the removal of files.
     pub(crate) fn close(&self) {
         *lock(&self.closed) = true;
     }
 
-    /// Count bytes written to files.
+    /// Counts bytes written to files.
     pub(crate) fn count_written(&self, bytes: usize) {
         self.written_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
@@ -164,7 +167,7 @@ impl SpaceTracker {
         lock(&self.inner).used_bytes
     }
 
-    /// Hold `bytes` for a file; the number of its segment, which no other segment has.
+    /// Reserves `bytes` for a file. Returns the number of its segment, which no other segment has.
     pub(crate) fn reserve(&self, bytes: u64) -> Result<u32> {
         let mut inner = lock(&self.inner);
         let slot = match inner.free_slots.pop() {
@@ -181,14 +184,15 @@ impl SpaceTracker {
         Ok(slot)
     }
 
-    /// A file holds `now` bytes instead of `before`.
+    /// Changes the bytes that a file occupies from `before` to `now`.
     pub(crate) fn resize(&self, before: u64, now: u64) {
         let mut inner = lock(&self.inner);
         inner.used_bytes = inner.used_bytes.saturating_sub(before) + now;
         self.notify_change(inner);
     }
 
-    /// A segment is gone. Where its file is `gone` too its `bytes` are free again; where it could not be removed they are lost.
+    /// Releases a segment number. If its file is `gone` too its `bytes` are free again; if it could not be removed they
+    /// are lost.
     pub(crate) fn release(&self, slot: u32, bytes: u64, gone: bool) {
         let mut inner = lock(&self.inner);
         if gone {
@@ -200,12 +204,12 @@ impl SpaceTracker {
         self.notify_change(inner);
     }
 
-    /// The writers were given a job.
+    /// Counts a job that is passed to the writers.
     pub(crate) fn begin_job(&self) {
         lock(&self.inner).pending += 1;
     }
 
-    /// The writers have done a job.
+    /// Counts a job that the writers have done, with its result.
     pub(crate) fn end_job(&self, result: Result<()>) {
         let mut inner = lock(&self.inner);
         inner.pending -= 1;
@@ -215,7 +219,7 @@ impl SpaceTracker {
         self.notify_change(inner);
     }
 
-    /// A write or a sync has failed.
+    /// Records a failed write or sync.
     pub(crate) fn fail(&self, error: Error) {
         let mut inner = lock(&self.inner);
         inner.fail(error);
@@ -231,12 +235,13 @@ impl SpaceTracker {
         lock(&self.inner).failed.is_some()
     }
 
-    /// A number to hand to [`SpaceTracker::wait_change`]. It is read before what is waited for is looked at, so that no change is missed.
+    /// Returns a number for [`SpaceTracker::wait_change`]. Read it before checking the condition to wait for, so that
+    /// no change is missed.
     pub(crate) fn generation(&self) -> u64 {
         lock(&self.inner).generation
     }
 
-    /// Wake those who wait.
+    /// Wakes the waiting threads.
     pub(crate) fn notify_waiters(&self) {
         self.notify_change(lock(&self.inner));
     }
@@ -247,11 +252,12 @@ impl SpaceTracker {
         self.changed.notify_all();
     }
 
-    /// Wait until something has changed since `generation` was read.
+    /// Waits until something has changed since `generation` was read.
     pub(crate) fn wait_change(&self, generation: u64) {
         let mut inner = lock(&self.inner);
         while inner.generation == generation {
-            // The second is there for a holder of a segment that ends without a word, such as a reader that panics.
+            // The timeout of a second covers a segment that is dropped without a notification, for example by a reader
+            // that panics.
             let waited = self.changed.wait_timeout(inner, Duration::from_secs(1));
             let (guard, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
             inner = guard;
@@ -261,7 +267,7 @@ impl SpaceTracker {
         }
     }
 
-    /// Wait until the writers have nothing left to do for this table.
+    /// Waits until the writers have finished all jobs of this table.
     pub(crate) fn wait_idle(&self) {
         let mut inner = lock(&self.inner);
         while inner.pending > 0 {

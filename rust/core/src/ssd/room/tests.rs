@@ -1,4 +1,5 @@
-//! The decisions about room: by tables, by properties of every view, and in a model of a tier that does what they say.
+//! Tests decisions about free space: by tables, by properties of every view, and in a model of a tier that executes
+//! them.
 
 mod model;
 
@@ -12,7 +13,7 @@ use crate::ssd::workers::COMPACTORS;
 const UNIT: u64 = 1000;
 const ROWS: u32 = 100;
 
-/// A tier with a cap of 100 segments, of which so many are free. It was never published.
+/// A tier with a cap of 100 segments, of which `free` are free. It was never published.
 fn tier(free: u64) -> CompactionView {
     CompactionView {
         can_write: true,
@@ -33,12 +34,12 @@ fn tier(free: u64) -> CompactionView {
     }
 }
 
-/// As [`tier`], with two published states.
+/// Like [`tier`], with two published states.
 fn published(free: u64) -> CompactionView {
     CompactionView { was_published: true, states: 2, ..tier(free) }
 }
 
-/// A full segment of which so many records are live, made when the record with number `made_seq` was written.
+/// A full segment with `live` live records, created when the record with number `made_seq` was written.
 fn full(slot: u32, live: u32, made_seq: u64) -> SegmentView {
     SegmentView {
         slot,
@@ -53,7 +54,7 @@ fn full(slot: u32, live: u32, made_seq: u64) -> SegmentView {
     }
 }
 
-/// A segment that was closed with so many records, all of them live.
+/// A segment that was sealed with `records` records, all of them live.
 fn short(slot: u32, records: u32) -> SegmentView {
     let held_bytes = UNIT * u64::from(records) / u64::from(ROWS);
     SegmentView { records, live: records, held_bytes, ..full(slot, 0, 0) }
@@ -279,7 +280,7 @@ fn compaction_choice_by_case() {
     }
 }
 
-/// Changes what whoever waits for room sees.
+/// Changes the view of a thread that waits for free space.
 type SpaceViewChange = fn(&mut waiting::SpaceWaitView);
 
 #[test]
@@ -299,7 +300,7 @@ fn wait_step_by_priority() {
         segment_is_unreadable: true,
         ..nothing
     };
-    // Each row takes away what the step before it was for.
+    // Each row removes the condition of the previous step.
     let steps: [(SpaceViewChange, SpaceWaitStep); 12] = [
         (|view| view.free_bytes = view.needed_bytes, SpaceWaitStep::Proceed),
         (|view| view.free_bytes -= 1, SpaceWaitStep::Compact),
@@ -400,7 +401,7 @@ fn any_waiting() -> impl Strategy<Value = waiting::SpaceWaitView> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Property C1: what is chosen can be moved, whole, and is there.
+    /// Property C1: the chosen segment exists and can be moved completely.
     #[test]
     fn a_choice_can_be_finished(view in any_view(), segments in any_segments()) {
         let choice = choose(&view, segments.iter().copied());
@@ -411,7 +412,7 @@ proptest! {
         prop_assert!(view.moving == 0 || view.moving < COMPACTORS && view.free_bytes >= u64::from(view.moving + 1) * UNIT);
     }
 
-    /// Property C2: what makes room frees more at once than its live rows take in full segments.
+    /// Property C2: a `FreeSpace` choice immediately frees more than its live rows occupy in full segments.
     #[test]
     fn making_room_makes_room(view in any_view(), segments in any_segments()) {
         if let CompactionChoice::FreeSpace(slot) = choose(&view, segments.iter().copied()) {
@@ -423,7 +424,8 @@ proptest! {
         }
     }
 
-    /// Property C3: while rows wait and no state could be given up for them, any segment is taken that makes room and can be moved.
+    /// Property C3: while rows wait and no state could be discarded for them, any segment is chosen that can be moved
+    /// and frees space.
     #[test]
     fn no_room_is_left_lying(view in any_view(), segments in any_segments()) {
         let view = CompactionView { free_bytes: view.free_bytes % (3 * UNIT), moving: 0, can_write: true, ..view };
@@ -439,7 +441,7 @@ proptest! {
         }
     }
 
-    /// Property C4: what is moved for another reason than room leaves a segment free beside the one that it may need.
+    /// Property C4: a move for a reason other than space leaves a segment free in addition to the one that it may need.
     #[test]
     fn nothing_else_makes_room_short(view in any_view(), segments in any_segments()) {
         let choice = choose(&view, segments.iter().copied());
@@ -448,7 +450,7 @@ proptest! {
         }
     }
 
-    /// Property W1: a step needs only what is there.
+    /// Property W1: the preconditions of a step hold.
     #[test]
     fn a_step_can_be_done(view in any_waiting()) {
         let there = match next_space_wait_step(&view) {
@@ -468,7 +470,7 @@ proptest! {
         prop_assert!(there);
     }
 
-    /// Property W2: an error that says why comes only where nothing is left that could make room.
+    /// Property W2: an error with a reason occurs only if nothing is left that could free space.
     #[test]
     fn nobody_is_refused_while_something_could_make_room(view in any_waiting()) {
         if matches!(next_space_wait_step(&view), SpaceWaitStep::FileRemovalFailed | SpaceWaitStep::SegmentUnreadable | SpaceWaitStep::Full) {
@@ -478,7 +480,8 @@ proptest! {
         }
     }
 
-    /// Property W3: nobody waits for a change that nothing will bring, and no state goes while anything else could make room.
+    /// Property W3: no thread waits for a change that cannot happen, and no state is discarded while anything else
+    /// could free space.
     #[test]
     fn states_go_last(view in any_waiting()) {
         let step = next_space_wait_step(&view);

@@ -1,70 +1,73 @@
-//! What whoever waits for room does next: [`next_space_wait_step`], a function of a [`View`] of the tier.
+//! Decides the next step of a thread that waits for free space: [`next_space_wait_step`], a function of a
+//! [`SpaceWaitView`] of the tier.
 
-/// A tier, as far as it matters to whoever waits for room. Where one of the fields up to `has_changed` decides, nobody needs to look at what
-/// the others say.
+/// The properties of a tier that a thread waiting for free space depends on. If one of the fields up to `has_changed`
+/// decides, the others may have any value.
 #[derive(Clone, Copy, Debug, Default)]
 #[expect(clippy::struct_excessive_bools, reason = "each says of one thing whether it is there")]
 pub(crate) struct SpaceWaitView {
-    /// Bytes of the cap that no file holds.
+    /// Bytes of the cap that no file occupies.
     pub(crate) free_bytes: u64,
-    /// Bytes that have to be free for a segment to be opened: that segment's, and those that are kept.
+    /// Bytes that must be free to open a segment: that segment's, and the reserved ones.
     pub(crate) needed_bytes: u64,
-    /// Whether a segment is being moved, or compaction has chosen one.
+    /// True if a segment is being moved, or compaction has chosen one.
     pub(crate) is_compacting: bool,
-    /// Whether something changed while the tier was looked at, so that the looks do not fit together.
+    /// True if something changed while the view was taken, so that its fields are inconsistent.
     pub(crate) has_changed: bool,
-    /// Whether a write or a sync failed.
+    /// True if a write or a sync failed.
     pub(crate) has_failed: bool,
-    /// Whether an open segment has dead records, which compaction cannot take before it is closed, or takes no more rows, because the heads
-    /// of those that are written now are wider.
+    /// True if an open segment has dead records, which compaction cannot free before it is sealed, or is full, because
+    /// the heads of new records are wider.
     pub(crate) open_segment_holds_space: bool,
-    /// Whether segments are kept for a moment, because their rows were not read yet.
+    /// True if a snapshot pins segments whose rows are not read yet.
     pub(crate) snapshot_is_unread: bool,
-    /// Scans whose rows somebody takes at his own pace. Segments are kept for them.
+    /// Number of scans with consumers that may block. They pin segments.
     pub(crate) scan_consumers: usize,
-    /// Whether giving up published states would make room, now or by compaction.
+    /// True if discarding published states would free space, directly or by compaction.
     pub(crate) states_hold_space: bool,
-    /// Whether something is under way that makes room, or that lets compaction make some: scans, footers on their way to disk, files that
-    /// go.
+    /// True if an operation is in progress that frees space or enables compaction to free some: scans, footers being
+    /// written, files being removed.
     pub(crate) space_is_pending: bool,
-    /// Whether a file could not be removed.
+    /// True if a file could not be removed.
     pub(crate) file_removal_failed: bool,
-    /// Whether a segment that is worth moving cannot be read.
+    /// True if a segment that is worth moving cannot be read.
     pub(crate) segment_is_unreadable: bool,
 }
 
-/// What to do next.
+/// The next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SpaceWaitStep {
-    /// There is room.
+    /// Space is available.
     Proceed,
-    /// Have compaction move a segment, and wait for a change.
+    /// Makes compaction move a segment, and waits for a change.
     Compact,
-    /// Look again at once.
+    /// Takes a new view immediately.
     Retry,
-    /// Return the error of the write that failed.
+    /// Returns the error of the write that failed.
     ReadOnly,
-    /// Close an open segment that is in the way, and look again. Its dead records, the tombstones that they keep, or the room that it has and
-    /// cannot use, may be all that stands in the way.
+    /// Seals an open segment, and retries. Its dead records, the tombstones that they keep, or its unusable space may
+    /// be all that blocks progress.
     SealOpen,
-    /// Read the rows of a segment that is kept for a moment, and look again. Where others are reading them, wait for a change.
+    /// Reads the rows of a segment that a snapshot pins, and retries. If other threads are reading them, waits for a
+    /// change.
     ReadForSnapshot,
-    /// Ask who keeps scans waiting to end them, and wait for a change. Where none is kept waiting, it is the next step without takers.
+    /// Cancels scans that a consumer blocks, and waits for a change. If none is blocked, the step is the next one
+    /// without consumers.
     CancelScans,
-    /// Give up the oldest published state, and look again.
+    /// Discards the oldest published state, and retries.
     DropState,
-    /// Wait for a change.
+    /// Waits for a change.
     Wait,
-    /// Return an error: files that nobody needs could not be removed.
+    /// Returns an error: unused files could not be removed.
     FileRemovalFailed,
-    /// Return an error: a segment with dead records cannot be read.
+    /// Returns an error: a segment with dead records cannot be read.
     SegmentUnreadable,
-    /// Return an error: the rows do not fit the cap.
+    /// Returns an error: the rows do not fit the cap.
     Full,
 }
 
-/// Decide the next step. What costs nobody anything comes first, what costs a published state comes last, and an error only comes where
-/// nothing is left that could make room.
+/// Decides the next step. Free steps come first, discarding a published state comes last, and an error occurs only if
+/// nothing is left that could free space.
 pub(crate) fn next_space_wait_step(view: &SpaceWaitView) -> SpaceWaitStep {
     match view {
         view if view.free_bytes >= view.needed_bytes => SpaceWaitStep::Proceed,

@@ -1,19 +1,20 @@
-//! Write buffers. A process has one pool of them, so that hundreds of tables share what one of them needs.
+//! Write buffers. A process has one pool of them, which all of its tables share.
 //!
-//! A table that appends takes a buffer. When the buffer is full it goes to the writers, and comes back after the write. No table ever waits
-//! for another's half-filled buffer: the pool gives more than its share, and then asks the tables to hand theirs in at the end of a call
-//! ([`Pool::is_short`]). Tables wait only where too many buffers wait for the disk ([`Pool::throttle`]).
+//! A table that appends takes a buffer. A full buffer goes to the writers, and returns to the pool after the write. No
+//! table ever waits for another's half-filled buffer: the pool exceeds its limit, and then requests that the tables
+//! submit their buffers at the end of a call ([`WriteBufferPool::is_short`]). Tables wait only if too many buffers are
+//! being written ([`WriteBufferPool::throttle`]).
 
 use crate::io::AlignedBuf;
 use crate::sync::{Condvar, Mutex, lock, wait};
 
 /// Bytes of a buffer of the pool.
 pub(crate) const BLOCK_BYTES: usize = 1 << 20;
-/// Buffers that are kept to be used again.
+/// Maximum number of free buffers that are kept for reuse.
 const MAX_FREE_BUFFERS: usize = 16;
-/// Where more buffers than these are out, tables are asked to hand in half-filled ones.
+/// If more buffers than these are in use, tables submit half-filled ones.
 const SOFT_LIMIT_BUFFERS: usize = 64;
-/// Where as many buffers wait for the disk, appending waits too.
+/// If this many buffers are queued for writing, appends wait too.
 pub(crate) const MAX_WAITING_BUFFERS: usize = 24;
 
 #[derive(Debug, Default)]
@@ -23,7 +24,7 @@ struct WriteBufferCounts {
     waiting: usize,
 }
 
-/// The buffers of the process.
+/// The write buffers of the process.
 #[derive(Debug, Default)]
 pub(crate) struct WriteBufferPool {
     counts: Mutex<WriteBufferCounts>,
@@ -31,14 +32,14 @@ pub(crate) struct WriteBufferPool {
 }
 
 impl WriteBufferPool {
-    /// The process's pool.
+    /// Returns the process's pool.
     #[cfg(not(loom))]
     pub(crate) fn of_process() -> &'static Self {
         static POOL: crate::process::PerProcess<WriteBufferPool> = crate::process::PerProcess::new();
         POOL.get(|| Ok(Self::default())).expect("a pool is made without fail")
     }
 
-    /// The model's pool.
+    /// Returns the model's pool.
     #[cfg(loom)]
     pub(crate) fn of_process() -> &'static Self {
         loom::lazy_static! {
@@ -47,7 +48,7 @@ impl WriteBufferPool {
         &POOL
     }
 
-    /// A buffer of `bytes`, with any contents.
+    /// Takes a buffer of `bytes`, with unspecified contents.
     pub(crate) fn take(&self, bytes: usize) -> AlignedBuf {
         if bytes != BLOCK_BYTES {
             return AlignedBuf::zeroed(bytes);
@@ -59,13 +60,13 @@ impl WriteBufferPool {
         free.unwrap_or_else(|| AlignedBuf::zeroed(bytes))
     }
 
-    /// Bytes that the system has to give for so many buffers of `bytes` each.
+    /// Returns the bytes to be allocated for `buffers` buffers of `bytes` each.
     pub(crate) fn missing_bytes(&self, buffers: usize, bytes: usize) -> usize {
         let free = if bytes == BLOCK_BYTES { lock(&self.counts).free.len() } else { 0 };
         buffers.saturating_sub(free) * bytes
     }
 
-    /// Give a buffer back.
+    /// Returns a buffer to the pool.
     pub(crate) fn give_back(&self, buffer: AlignedBuf) {
         if buffer.len() != BLOCK_BYTES {
             return;
@@ -77,18 +78,18 @@ impl WriteBufferPool {
         }
     }
 
-    /// Whether tables should hand in their half-filled buffers.
+    /// True if tables should submit their half-filled buffers.
     pub(crate) fn is_short(&self) -> bool {
         lock(&self.counts).in_use > SOFT_LIMIT_BUFFERS
     }
 
-    /// Buffers that tables and the writers have now.
+    /// Number of buffers that tables and the writers have.
     #[cfg(test)]
     pub(crate) fn in_use(&self) -> usize {
         lock(&self.counts).in_use
     }
 
-    /// Wait while too many buffers wait for the disk. To be called without any lock.
+    /// Waits while too many buffers are queued for writing. Must be called without any lock.
     pub(crate) fn throttle(&self) {
         let mut counts = lock(&self.counts);
         while counts.waiting >= MAX_WAITING_BUFFERS {
@@ -96,20 +97,20 @@ impl WriteBufferPool {
         }
     }
 
-    /// A buffer begins to wait for the disk.
+    /// Counts a buffer that is queued for writing.
     pub(crate) fn begin_write(&self) {
         lock(&self.counts).waiting += 1;
     }
 
-    /// A buffer no longer waits for the disk.
+    /// Counts a buffer that is written.
     pub(crate) fn end_write(&self) {
         lock(&self.counts).waiting -= 1;
         self.written.notify_all();
     }
 }
 
-/// A filled buffer on its way to disk. It has the bytes `start..start + filled` of the file. The first `to_write` of them are to be
-/// written; the rest is in the next block too.
+/// A filled buffer that is being written. It has the bytes `start..start + filled` of the file. The first `to_write` of
+/// them are to be written; the rest is also in the next block.
 #[derive(Debug)]
 pub(crate) struct WriteBlock {
     /// `None` only while it is dropped.
@@ -132,12 +133,12 @@ impl WriteBlock {
         Self { buffer: Some(buffer), start, filled, to_write }
     }
 
-    /// Its bytes, and after them any others that are in the buffer.
+    /// All bytes of the buffer, including those after `filled`.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.buffer.as_deref().unwrap_or_default()
     }
 
-    /// The bytes at `offset` of the file, if all of them are here.
+    /// Returns the bytes at `offset` of the file, if all of them are in this block.
     pub(crate) fn get(&self, offset: u64, len: usize) -> Option<&[u8]> {
         let at = offset.checked_sub(self.start)? as usize;
         let end = at.checked_add(len)?;

@@ -1,9 +1,9 @@
-//! A segment: an append-only file of records, first open (filled through a buffer, see `open`), then sealed (with a footer, and never
-//! written again).
+//! A segment: an append-only file of records, first open (filled through a buffer, see `open`), then sealed (immutable,
+//! with a footer).
 //!
-//! A segment's file lives as long as anyone has its [`Segment`]: the tier's current set, a published state, a fetch or a scan under way.
-//! The current set and the published states *name* it besides ([`Segment::name`]). When none of them does any more, whoever drops the
-//! segment last removes its file.
+//! A segment's file exists as long as its [`Segment`]: the tier's current set, published states, fetches and scans
+//! share it. The current set and the published states also *reference* it ([`Segment::add_ref`]). When there are no
+//! references, the last drop of the segment removes its file.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -26,43 +26,43 @@ use crate::ssd::segment::unwritten::{SegmentByteSource, SegmentJob, UnwrittenBlo
 use crate::ssd::workers::{SsdTask, SsdWorkers};
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering, lock};
 
-/// What is known of a segment once its footer is written.
+/// Properties of a segment that are known once its footer is written.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SealedInfo {
     pub(crate) trailer: FooterTrailer,
     pub(crate) file_bytes: u64,
 }
 
-/// A segment's file and what all share who have it.
+/// A segment's file and its shared state.
 ///
-/// Where a field is said to change under the tier's lock, it is an atomic only so that it can be read without that lock.
+/// Fields that change under the tier's lock are atomic only so that they can be read without that lock.
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub(crate) serial: u64,
-    /// Its number in locations. Another segment gets that only when this one is dropped.
+    /// Its number in locations. It is reused only after this segment is dropped.
     pub(crate) slot: u32,
     pub(crate) content: SegmentContent,
-    /// How its records lie, and what ties them to it.
+    /// Layout and binding of its records.
     pub(crate) format: RecordFormat,
     /// Bytes of each record.
     pub(crate) record_bytes: usize,
     pub(crate) header_bytes: usize,
-    /// The class of its rows; see `classes`.
+    /// The hotness group of its rows; see `classes`.
     pub(crate) hotness: u8,
-    /// The tier's next `write_seq` when the segment was made.
+    /// The tier's next `write_seq` when the segment was created.
     pub(crate) made_seq: u64,
     pub(crate) file: Arc<dyn IoFile>,
     engine: Arc<dyn IoEngine>,
     space: Arc<SpaceTracker>,
-    /// Bytes of the cap that it holds.
+    /// Bytes of the cap that it occupies.
     held_bytes: AtomicU64,
     unwritten: UnwrittenBlocks,
     sealed: OnceLock<SealedInfo>,
-    /// Whether all of it is durable.
+    /// True if all of it is durable.
     synced: AtomicBool,
-    /// How many of the current set and the published states name it.
+    /// Number of references from the current set and the published states.
     ref_count: AtomicU32,
-    /// Whether none names it any more.
+    /// True after the last reference was removed.
     is_unreferenced: AtomicBool,
     /// Records that the index points to. Changes under the tier's lock.
     live: AtomicU32,
@@ -72,21 +72,21 @@ pub(crate) struct Segment {
     seq_sum: AtomicU64,
     /// The highest `modified_epoch` of its records. Changes under the tier's lock.
     highest_epoch: AtomicU32,
-    /// Scans that are to come to it. Compaction must not empty it before.
+    /// Number of scans that have not reached it yet. Compaction must not empty it before.
     pending_scans: AtomicU32,
-    /// Whether compaction is moving its rows. Changes under the tier's lock.
+    /// True if compaction is moving its rows. Changes under the tier's lock.
     moving: AtomicBool,
-    /// Whether compaction met bytes in it that it could not read, so that it stays as it is.
+    /// True if compaction found unreadable bytes in it and leaves it unchanged.
     damaged: AtomicBool,
     /// The error that set `damaged`.
     damage: Mutex<Option<Error>>,
 }
 
-/// What a segment is made for: its content, its class, and the tier's next `write_seq`.
+/// Purpose of a segment: its content, its hotness group, and the tier's next `write_seq`.
 pub(crate) type SegmentPurpose = (SegmentContent, u8, u64);
 
 impl Segment {
-    /// A sealed segment found on disk, which the caller has checked.
+    /// Creates a sealed segment from a file on disk, which the caller has checked.
     pub(crate) fn reopened(
         context: &SegmentContext,
         serial: u64,
@@ -94,7 +94,7 @@ impl Segment {
         file: Arc<dyn IoFile>,
         sealed: SealedInfo,
     ) -> Result<Self> {
-        // Files do not keep the class: the rows are of the class of rows that nothing is known of.
+        // Files do not contain the hotness group: the rows get the group of rows without history.
         let purpose = (content, HotnessClasses::for_new_row(), sealed.trailer.highest_seq);
         let segment = Self::make(context, (serial, format), purpose, file, sealed.file_bytes)?;
         let middle = u64::midpoint(sealed.trailer.lowest_seq, sealed.trailer.highest_seq);
@@ -108,7 +108,7 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Segment `serial`, with records of this format. Its file is there and holds `bytes` of the cap.
+    /// Creates segment `serial`, with records of this format. Its file exists and occupies `bytes` of the cap.
     pub(crate) fn make(
         context: &SegmentContext,
         (serial, format): (u64, RecordFormat),
@@ -145,69 +145,69 @@ impl Segment {
         })
     }
 
-    /// The path of its file.
+    /// Path of its file.
     pub(crate) fn path(&self) -> &Path {
         self.file.path()
     }
 
-    /// Where record `number` starts.
+    /// Offset of record `number`.
     #[inline]
     pub(crate) fn offset(&self, number: u32) -> u64 {
         self.header_bytes as u64 + u64::from(number) * self.record_bytes as u64
     }
 
-    /// The location of record `number`.
+    /// Location of record `number`.
     #[inline]
     pub(crate) fn location(&self, number: u32) -> RecordLocation {
         RecordLocation { segment: self.slot, record: number }
     }
 
-    /// Check and take apart its record `number`, which is `bytes`.
+    /// Checks and decodes its record `number`, whose bytes are `bytes`.
     #[inline]
     pub(crate) fn decode<'a>(&self, number: u32, bytes: &'a [u8]) -> Result<Record<'a>> {
         decode(bytes, (self.format, number), self.path(), self.offset(number))
     }
 
-    /// As [`Segment::decode`], with the checksum of the bytes that was computed.
+    /// Like [`Segment::decode`], with the precomputed checksum of the bytes.
     #[inline]
     pub(crate) fn decode_with<'a>(&self, number: u32, bytes: &'a [u8], crc: u32) -> Result<Record<'a>> {
         decode_with(bytes, crc, (self.format, number), self.path(), self.offset(number))
     }
 
-    /// Find the `len` bytes at `offset`; `with` gets them if they are in a block.
+    /// Locates the `len` bytes at `offset`. Calls `with` with them if they are in a block.
     #[inline]
     pub(crate) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> SegmentByteSource {
         self.unwritten.locate(offset, len, with)
     }
 
-    /// What is known of it once its footer is written.
+    /// Properties of the sealed segment; `None` until its footer is written.
     pub(crate) fn sealed(&self) -> Option<&SealedInfo> {
         self.sealed.get()
     }
 
-    /// Where the footer starts.
+    /// Offset of the footer.
     pub(crate) fn footer_offset(&self) -> u64 {
         self.offset(self.records())
     }
 
-    /// How the entries of its footer lie. It must be sealed.
+    /// Layout of its footer's entries. It must be sealed.
     pub(crate) fn entry_format(&self) -> EntryFormat {
         self.sealed().map(|sealed| sealed.trailer.entry_format()).expect("only sealed segments have a footer")
     }
 
-    /// The last steps of its rows, where its footer has them.
+    /// The last steps of its rows, if its footer has them.
     pub(crate) fn step_range(&self) -> Option<StepRange> {
         self.sealed().and_then(|sealed| sealed.trailer.steps)
     }
 
-    /// No record of it has more than this. It must be sealed.
+    /// Maxima of its records. It must be sealed.
     pub(crate) fn highest(&self) -> RecordMaxima {
         let highest = self.format.widths.highest();
         let last_step = self.step_range().map_or(highest.last_step, |steps| steps.highest);
         RecordMaxima { write_seq: 0, last_step, modified_epoch: self.highest_epoch(), ..highest }
     }
 
-    /// How a state names it, once it is sealed.
+    /// Its descriptor for a state, once it is sealed.
     pub(crate) fn descriptor(&self) -> Option<SegmentDescriptor> {
         let sealed = self.sealed()?;
         Some(SegmentDescriptor {
@@ -218,12 +218,12 @@ impl Segment {
         })
     }
 
-    /// Bytes of the cap that it holds.
+    /// Bytes of the cap that it occupies.
     pub(crate) fn held_bytes(&self) -> u64 {
         self.held_bytes.load(Ordering::Relaxed)
     }
 
-    /// Records in it.
+    /// Number of its records.
     #[inline]
     pub(crate) fn records(&self) -> u32 {
         self.records.load(Ordering::Relaxed)
@@ -251,7 +251,7 @@ impl Segment {
         self.highest_epoch.load(Ordering::Relaxed)
     }
 
-    /// Count a record that was just added. To be called under the tier's lock.
+    /// Counts a record that was just added. Must be called under the tier's lock.
     #[inline]
     pub(crate) fn count_record(&self, record: u32, write_seq: u64, modified_epoch: u32) {
         self.records.store(record + 1, Ordering::Relaxed);
@@ -260,67 +260,68 @@ impl Segment {
         self.highest_epoch.store(self.highest_epoch().max(modified_epoch), Ordering::Relaxed);
     }
 
-    /// Count records that the index points to from now on. To be called under the tier's lock, so a load and a store are enough: an atomic
-    /// addition would wait for the stores of the record, which are slow.
+    /// Counts records that the index points to. Must be called under the tier's lock, so a load and a store are
+    /// sufficient: an atomic addition would wait for the stores of the record, which are slow.
     #[inline]
     pub(crate) fn add_live(&self, records: u32) {
         self.live.store(self.live() + records, Ordering::Relaxed);
     }
 
-    /// Count records that the index points to no longer; how many live ones are left. To be called under the tier's lock.
+    /// Subtracts records that the index does not point to. Returns the remaining live records. Must be called under the
+    /// tier's lock.
     pub(crate) fn remove_live(&self, records: u32) -> u32 {
         let left = self.live() - records;
         self.live.store(left, Ordering::Relaxed);
         left
     }
 
-    /// Set the number of its live records, which a resume has counted.
+    /// Sets the number of its live records, which a resume has counted.
     pub(crate) fn set_live(&self, records: u32) {
         self.live.store(records, Ordering::Relaxed);
     }
 
-    /// A scan is to come to it.
+    /// Counts a scan that will read it.
     pub(crate) fn begin_scan(&self) {
         self.pending_scans.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A scan has come to it, or never will.
+    /// Counts a scan that has read it, or will not read it.
     pub(crate) fn end_scan(&self) {
         self.pending_scans.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether a scan is to come to it.
+    /// True if a scan will read it.
     pub(crate) fn has_pending_scans(&self) -> bool {
         self.pending_scans.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether compaction is moving its rows.
+    /// True if compaction is moving its rows.
     pub(crate) fn is_moving(&self) -> bool {
         self.moving.load(Ordering::Relaxed)
     }
 
-    /// Compaction begins, or ceases, to move its rows. To be called under the tier's lock.
+    /// Sets the flag of [`Segment::is_moving`]. Must be called under the tier's lock.
     pub(crate) fn set_moving(&self, moving: bool) {
         self.moving.store(moving, Ordering::Relaxed);
     }
 
-    /// Whether compaction is to leave it alone.
+    /// True if compaction must skip it.
     pub(crate) fn is_damaged(&self) -> bool {
         self.damaged.load(Ordering::Relaxed)
     }
 
-    /// Why compaction leaves it alone, if it does.
+    /// The error because of which compaction skips it, if it does.
     pub(crate) fn damage(&self) -> Option<Error> {
         lock(&self.damage).clone()
     }
 
-    /// From now on compaction leaves it alone.
+    /// Makes compaction skip it.
     pub(crate) fn set_damaged(&self, cause: Error) {
         *lock(&self.damage) = Some(cause);
         self.damaged.store(true, Ordering::Relaxed);
     }
 
-    /// Let compaction try again, unless the bytes themselves are damaged.
+    /// Lets compaction retry, unless the bytes themselves are corrupted.
     pub(crate) fn retry_damaged(&self) {
         let mut damage = lock(&self.damage);
         if damage.as_ref().is_some_and(|cause| cause.kind() != Kind::Corruption) {
@@ -329,39 +330,40 @@ impl Segment {
         }
     }
 
-    /// How many of the current set and the published states name it.
+    /// Number of references from the current set and the published states.
     pub(crate) fn ref_count(&self) -> u32 {
         self.ref_count.load(Ordering::Relaxed)
     }
 
-    /// The current set or a published state names it from now on.
+    /// Adds a reference from the current set or a published state.
     pub(crate) fn add_ref(&self) {
         self.ref_count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The current set or a published state no longer names it.
+    /// Removes a reference of the current set or a published state.
     pub(crate) fn remove_ref(&self) {
         if self.ref_count.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.is_unreferenced.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Have the writers do a job that has a block. Until it is done the bytes are found in the block.
+    /// Queues a job with a block for the writers. Until it is done the bytes are found in the block.
     pub(crate) fn submit(self: &Arc<Self>, block: Arc<WriteBlock>, job: SegmentJob, workers: &SsdWorkers) {
         self.unwritten.add_block(block);
         WriteBufferPool::of_process().begin_write();
         self.enqueue(job, workers);
     }
 
-    /// Have the writers make it durable, if it is not. It must be sealed. Nothing but a state that names it needs that: a segment goes only
-    /// when no state needs it, and what the current set has in its place is durable before a state names it.
+    /// Makes the writers sync it, if it is not durable. It must be sealed. Only a state that references it needs that:
+    /// a segment is removed only when no state needs it, and its replacements in the current set are durable before a
+    /// state references them.
     pub(crate) fn sync(self: &Arc<Self>, workers: &SsdWorkers) {
         if !self.is_synced() {
             self.enqueue(SegmentJob::Sync, workers);
         }
     }
 
-    /// Whether all of it is durable.
+    /// True if all of it is durable.
     pub(crate) fn is_synced(&self) -> bool {
         self.synced.load(Ordering::Acquire)
     }
@@ -373,7 +375,7 @@ impl Segment {
         }
     }
 
-    /// Do the jobs that wait. One thread at a time does.
+    /// Runs the queued jobs. Only one thread does so at a time.
     fn run_jobs(&self) {
         while let Some(job) = self.unwritten.next_job() {
             let has_block = job.block().is_some();
@@ -382,7 +384,7 @@ impl Segment {
                     job.block().into_iter().for_each(|block| self.unwritten.drop_block(block));
                     return Ok(());
                 }
-                // After a failure blocks stay, to be read from there.
+                // After a failure blocks stay, and are read from memory.
                 if self.space.has_failed() { Ok(()) } else { self.run_job(job) }
             };
             let result = catch_unwind(AssertUnwindSafe(run))
@@ -438,12 +440,13 @@ impl SsdTask for SegmentJobTask {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // Loom does not know that this is the last holder, and so these are the last values. It finds them where they are changed.
+        // Loom does not know that this is the last owner, and that these are the last values. Read-modify-write
+        // operations return the latest.
         let held = self.held_bytes.fetch_add(0, Ordering::Relaxed);
         let doomed = self.is_unreferenced.fetch_or(false, Ordering::Relaxed);
-        // A file that cannot be removed goes on holding its bytes; whoever opens the directory next removes it.
+        // A file that cannot be removed continues to occupy its bytes; the next open of the directory removes it.
         let remove = || self.engine.remove_file(self.path());
-        // A file with other names is somebody else's too.
+        // A file with other links is shared.
         let alone = || self.file.links().is_ok_and(|links| links == 1);
         let gone = doomed && self.space.remove_or_reuse(self.path(), held, alone, remove);
         self.space.release(self.slot, held, gone);

@@ -1,7 +1,8 @@
-//! Reads the footers of sealed segments: one as a whole, or many side by side, one range of hashes after the other.
+//! Reads the footers of sealed segments: a single one completely, or many in parallel, one range of hashes after the
+//! other.
 //!
-//! A footer is sorted by the hashes of its ids. So the entries of a range of hashes lie together in each footer, and all entries of one id
-//! are in the same range. Parts of footers are read independently of each other.
+//! A footer is sorted by the hashes of its ids. So the entries of a range of hashes are adjacent in each footer, and
+//! all entries of one id are in the same range. Parts of footers are read independently of each other.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use crate::ssd::format::footer::{EntryFormat, FooterEntry, MAX_ENTRY_BYTES};
 use crate::ssd::segment::file::Segment;
 use crate::types::hash_id;
 
-/// Entries that are read at once while a position in a footer is searched for. They are a page.
+/// Entries per read during a search in a footer. They fill a page.
 const SEARCH_ENTRIES: u32 = 4096 / MAX_ENTRY_BYTES as u32;
 
 fn entry_offset(segment: &Segment, entry: u32) -> u64 {
@@ -26,7 +27,8 @@ fn entries_read(segment: &Segment, first: u32, count: u32) -> IoReadRequest {
     }
 }
 
-/// Do a batch of reads, and hand the bytes of each to `sink` with its number. Returns the first error of a read or of `sink`.
+/// Runs a batch of reads, and calls `sink` with the number and bytes of each. Returns the first error of a read or of
+/// `sink`.
 fn read_each(
     engine: &dyn IoEngine,
     reads: &[IoReadRequest],
@@ -54,18 +56,18 @@ struct FooterCursor<'a> {
     crc: u32,
     /// Hash and `write_seq` of the last entry that was read.
     last: (u64, u64),
-    /// Entries that were read and checked. Those before `at` were handed out.
+    /// Entries that were read and checked. Those before `at` were returned.
     buffered: Vec<FooterEntry>,
     at: usize,
 }
 
 impl FooterCursor<'_> {
-    /// Whether every entry of a hash below `end` was read.
+    /// True if every entry of a hash below `end` was read.
     fn has_all_below(&self, end: Option<u64>) -> bool {
         self.next == self.end || end.is_some_and(|end| self.last.0 >= end)
     }
 
-    /// Check and keep the entries that follow.
+    /// Checks and buffers the entries that follow.
     fn take(&mut self, bytes: &[u8]) -> Result<()> {
         self.crc = crc32c::crc32c_append(self.crc, bytes);
         self.buffered.drain(..std::mem::take(&mut self.at));
@@ -89,20 +91,21 @@ impl FooterCursor<'_> {
     }
 }
 
-/// A range of hashes: from the first on, and below the second, which is `None` where the range goes to the end.
+/// A range of hashes: the first (inclusive) and the second (exclusive), which is `None` if the range is unbounded.
 pub(crate) type FooterHashRange = (u64, Option<u64>);
 
-/// Reads the entries of a range of hashes from several footers side by side, by rising hash.
+/// Reads the entries of a range of hashes from several footers in parallel, by ascending hash.
 pub(crate) struct FooterReader<'a> {
     engine: &'a dyn IoEngine,
     cursors: Vec<FooterCursor<'a>>,
     hashes: FooterHashRange,
-    /// Entries of a footer that are read at once.
+    /// Entries per read of a footer.
     read_ahead: u32,
 }
 
 impl<'a> FooterReader<'a> {
-    /// A reader of the entries `begin[i]..end[i]` of the footer of each of `segments`, which are those of `hashes`.
+    /// Creates a reader of the entries `begin[i]..end[i]` of the footer of each of `segments`, which are those of
+    /// `hashes`.
     pub(crate) fn new(
         engine: &'a dyn IoEngine,
         segments: &'a [Arc<Segment>],
@@ -112,7 +115,7 @@ impl<'a> FooterReader<'a> {
     ) -> Result<Self> {
         let parts = segments.iter().zip(begin.iter().zip(end));
         let cursors = parts.map(|(segment, (&begin, &end))| {
-            // The parts were searched for in footers that were not checked.
+            // The bounds were searched in footers that were not checked.
             if begin > end {
                 return Err(unordered_error(segment, end));
             }
@@ -122,8 +125,8 @@ impl<'a> FooterReader<'a> {
         Ok(Self { engine, cursors: cursors.collect::<Result<_>>()?, hashes, read_ahead: read_ahead.max(1) })
     }
 
-    /// Hand the entries with hashes below `end` (or all, where it is `None`) that were not handed out yet to `each`, with the position of
-    /// their segment and their hash. Those of one segment come in order.
+    /// Calls `each` with the entries with hashes below `end` (or all, if it is `None`) that were not returned yet, with
+    /// the position of their segment and their hash. Those of one segment are in order.
     pub(crate) fn for_each_below(
         &mut self,
         end: Option<u64>,
@@ -156,9 +159,9 @@ impl<'a> FooterReader<'a> {
         Ok(())
     }
 
-    /// This part's share of the checksum of each footer, once all entries were handed out. The exclusive or of the shares of all parts is
-    /// the footer's checksum, because the checksum of joined bytes is that of the first, shifted by the length of the second, xor that of
-    /// the second.
+    /// Returns this part's contribution to the checksum of each footer, after all entries were returned. The exclusive
+    /// or of the contributions of all parts is the footer's checksum, because the checksum of concatenated bytes is
+    /// that of the first, shifted by the length of the second, xor that of the second.
     pub(crate) fn finish(self) -> Result<Vec<u32>> {
         let end_hash = self.hashes.1;
         let parts = self.cursors.iter().map(|cursor| {
@@ -172,7 +175,7 @@ impl<'a> FooterReader<'a> {
     }
 }
 
-/// `Corruption` unless the checksum of a whole footer is the one that its trailer names.
+/// Returns `Corruption` unless `crc`, the checksum of a complete footer, equals the checksum in its trailer.
 pub(crate) fn check_crc(segment: &Segment, crc: u32) -> Result<()> {
     let expected = segment.sealed().map_or(0, |sealed| sealed.trailer.entries_crc);
     if expected == crc {
@@ -182,7 +185,7 @@ pub(crate) fn check_crc(segment: &Segment, crc: u32) -> Result<()> {
     Err(Error::corruption(segment.path(), segment.footer_offset(), "the footer's checksum", expected, got))
 }
 
-/// All entries of a sealed segment, checked, by hash.
+/// Reads and checks all entries of a sealed segment, by hash.
 pub(crate) fn read_entries(engine: &dyn IoEngine, segment: &Arc<Segment>) -> Result<Vec<FooterEntry>> {
     let records = segment.records();
     let segments = std::slice::from_ref(segment);
@@ -207,8 +210,8 @@ struct FooterSearch {
 }
 
 impl FooterSearch {
-    /// Which entries to read next: those where the bound would be if hashes were spread evenly, which they are. Every third time it is
-    /// those in the middle, so that the search ends soon in any footer.
+    /// Returns the entries to read next: those at the interpolated position of the bound, because hashes are evenly
+    /// distributed. Every third step bisects, so that the search ends soon in any footer.
     fn guess(&self) -> (u32, u32) {
         let (low, high) = (self.low.0, self.high.0);
         let share = if self.steps % 3 == 2 {
@@ -222,7 +225,7 @@ impl FooterSearch {
         (first, SEARCH_ENTRIES.min(high - first))
     }
 
-    /// Narrow the bracket by the entries that were read from `first` on.
+    /// Narrows the bracket by the entries that were read from `first` on.
     fn narrow(&mut self, first: u32, bytes: &[u8], format: EntryFormat) {
         self.steps += 1;
         let hashes = bytes.chunks_exact(format.bytes()).map(|entry| hash_id(format.decode(entry).id));
@@ -239,8 +242,8 @@ impl FooterSearch {
     }
 }
 
-/// For each of `bounds` and each of `segments`, the position of the first entry of its footer whose hash is not below the bound. In a
-/// footer that is not in order it is any position.
+/// Returns, for each of `bounds` and each of `segments`, the position of the first entry of its footer whose hash is
+/// not below the bound. In a footer that is not in order it is any position.
 pub(crate) fn bound_positions(
     engine: &dyn IoEngine,
     segments: &[Arc<Segment>],

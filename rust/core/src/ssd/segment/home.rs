@@ -1,4 +1,4 @@
-//! What all segments of a table share, and where their files come from.
+//! The context that all segments of a table share, and the creation of their files.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::ssd::room::space::SpaceTracker;
 use crate::ssd::segment::buffer::BLOCK_BYTES;
 use crate::ssd::workers::SsdWorkers;
 
-/// What all segments of a table share.
+/// The context that all segments of a table share.
 #[derive(Clone, Debug)]
 pub(crate) struct SegmentContext {
     pub(crate) dir: PathBuf,
@@ -25,7 +25,7 @@ pub(crate) struct SegmentContext {
 }
 
 impl SegmentContext {
-    /// The home of segments below `dir`. `block_bytes` takes the place of the usual size of a write buffer, for tests.
+    /// Creates the context of segments in `dir`. Tests pass `block_bytes` to override the usual size of a write buffer.
     pub(crate) fn new(
         dir: PathBuf,
         schema: SegmentSchema,
@@ -44,13 +44,14 @@ impl SegmentContext {
         })
     }
 
-    /// Make the file of a segment, of at most `capacity_bytes` bytes, or take one that is kept. `None` where files that could not be removed are in
-    /// the way.
+    /// Creates the file of a segment, of at most `capacity_bytes` bytes, or reuses a kept file. Returns `None` if files
+    /// that could not be removed occupy the space.
     pub(crate) fn make_file(&self, path: &Path, capacity_bytes: u64) -> Result<Option<Arc<dyn IoFile>>> {
         descriptors::check_reserve(&self.dir)?;
         let spare = if capacity_bytes == self.sizing.segment_bytes { self.space.take_reusable_file() } else { None };
         if let Some(spare) = spare {
-            // No state names its old records and nobody reads them. Nothing of the new segment is believed before it is synced.
+            // No state references its old records and no reader uses them. A resume ignores the new segment until it is
+            // synced.
             self.engine.rename(&spare, path)?;
             let file = self.engine.open(path, IoOpenMode::Write)?;
             if file.links()? == 1 {
@@ -65,7 +66,7 @@ impl SegmentContext {
     }
 }
 
-/// Bytes of a write buffer: those of a whole segment where that is small, those of several records where they are large.
+/// Bytes of a write buffer: those of a full segment if that is small, those of several records if they are large.
 fn default_block_bytes(sizing: &SegmentSizing) -> usize {
     let least = 2 * (sizing.row_bytes + ALIGNMENT);
     let usual = if 8 * least > BLOCK_BYTES { 4 * least } else { BLOCK_BYTES };

@@ -1,4 +1,4 @@
-//! Segments: the write buffers that they are filled through, their files, open and sealed, and their footers.
+//! Segments: their write buffers, their files, open and sealed, and their footers.
 
 pub(crate) mod buffer;
 pub(crate) mod file;

@@ -1,4 +1,4 @@
-//! A segment that takes records. They go into a write buffer; full buffers go to the writers.
+//! A segment that accepts records. They go into a write buffer; full buffers go to the writers.
 
 use std::sync::Arc;
 
@@ -17,25 +17,26 @@ use crate::ssd::segment::unwritten::SegmentJob;
 use crate::ssd::workers::SsdWorkers;
 use crate::types::Id;
 
-/// A segment that takes records. The tier's state owns it, so it changes under the tier's lock.
+/// A segment that accepts records. The tier's state owns it, so it changes under the tier's lock.
 #[derive(Debug)]
 pub(crate) struct OpenSegment {
     segment: Arc<Segment>,
-    /// The footer's entries of the records so far, in the order of writing.
+    /// The footer's entries of the present records, in the order of writing.
     entries: Vec<FooterEntry>,
     /// Its first `filled` bytes are those of the file from `start` on.
     buffer: AlignedBuf,
     start: u64,
     filled: usize,
-    /// The most bytes of the file.
+    /// Maximum bytes of the file.
     capacity_bytes: u64,
-    /// So many rows fit in any case, if need be without their last steps in the footer. Tombstones have none there.
+    /// Number of rows that always fit, if necessary without their last steps in the footer. Tombstones have no last
+    /// steps.
     guaranteed_records: u32,
     block_bytes: usize,
     workers: &'static SsdWorkers,
 }
 
-/// A record as it goes into an open segment, before it is bound to its place there.
+/// A record to be added to an open segment, not yet bound to its place there.
 #[derive(Clone, Copy)]
 pub(crate) struct NewRecord<'a> {
     pub(crate) id: Id,
@@ -46,8 +47,8 @@ pub(crate) struct NewRecord<'a> {
 }
 
 impl OpenSegment {
-    /// Make the file of segment `serial`, for records whose heads have these widths. The current set names it. `None` where files that could
-    /// not be removed hold the room for it.
+    /// Creates the file of segment `serial`, for records with heads of these widths. The current set references it.
+    /// Returns `None` if files that could not be removed occupy its space.
     pub(crate) fn create(
         context: &SegmentContext,
         (serial, widths): (u64, HeadWidths),
@@ -80,23 +81,23 @@ impl OpenSegment {
         }))
     }
 
-    /// The segment, as readers share it.
+    /// The shared segment, for readers.
     #[inline]
     pub(crate) fn segment(&self) -> &Arc<Segment> {
         &self.segment
     }
 
-    /// The footer's entries of the records so far, in the order of writing.
+    /// The footer's entries of the present records, in the order of writing.
     pub(crate) fn entries(&self) -> &[FooterEntry] {
         &self.entries
     }
 
-    /// Bytes of RAM that the entries take.
+    /// Bytes of RAM of the entries.
     pub(crate) fn entries_bytes(&self) -> usize {
         self.entries.capacity() * size_of::<FooterEntry>()
     }
 
-    /// Widths of its records' heads where none has more than this.
+    /// Returns the widths of its records' heads for records up to the maxima `highest`.
     pub(crate) fn widths_for(content: SegmentContent, highest: &RecordMaxima) -> HeadWidths {
         match content {
             SegmentContent::Rows => HeadWidths::of_rows(highest),
@@ -104,13 +105,13 @@ impl OpenSegment {
         }
     }
 
-    /// Whether its records' heads are as wide as those that are written now, where none has more than this.
+    /// True if its records' heads have the widths of new records up to the maxima `highest`.
     #[inline]
     pub(crate) fn has_current_widths(&self, highest: &RecordMaxima) -> bool {
         self.segment.format.widths == Self::widths_for(self.segment.content, highest)
     }
 
-    /// Rows that it takes at least, beside those in it, where none has more than this.
+    /// Minimum number of further rows that fit, for rows up to the maxima `highest`.
     pub(crate) fn rows_left(&self, sizing: &SegmentSizing, highest: &RecordMaxima) -> u64 {
         if !self.has_current_widths(highest) {
             return 0;
@@ -118,13 +119,13 @@ impl OpenSegment {
         sizing.min_rows_per_segment(highest).saturating_sub(self.entries.len() as u64)
     }
 
-    /// Whether it takes no more record, where none has more than this.
+    /// True if no further record fits, for records up to the maxima `highest`.
     #[inline]
     pub(crate) fn is_full(&self, highest: &RecordMaxima) -> bool {
         !self.has_current_widths(highest) || !self.fits(self.entries.len() as u32 + 1, highest)
     }
 
-    /// How many more records it takes, where none has more than this.
+    /// Number of further records that fit, for records up to the maxima `highest`.
     pub(crate) fn records_left(&self, highest: &RecordMaxima) -> usize {
         if !self.has_current_widths(highest) {
             return 0;
@@ -138,7 +139,7 @@ impl OpenSegment {
         (fit - held) as usize
     }
 
-    /// Whether so many records have room in all.
+    /// True if `records` records fit in total.
     #[inline]
     fn fits(&self, records: u32, highest: &RecordMaxima) -> bool {
         let (frame, each) = (self.segment.header_bytes, self.segment.record_bytes);
@@ -149,7 +150,7 @@ impl OpenSegment {
                 || (records <= self.guaranteed_records && fits(max_entry_bytes(records, highest))))
     }
 
-    /// Room for one more record, and its number. The caller fills all of its bytes.
+    /// Adds a record. Returns its number and its bytes, all of which the caller fills.
     #[inline]
     pub(crate) fn push(
         &mut self,
@@ -173,14 +174,15 @@ impl OpenSegment {
         (record, &mut self.buffer[at..at + len])
     }
 
-    /// Add a row's record, for which there is room. It counts as live.
+    /// Adds a row's record, which must fit. It counts as live.
     #[inline]
     pub(crate) fn write_row(&mut self, row: NewRecord<'_>) -> RecordLocation {
         let binding = self.segment.format.binding;
         self.add_row(row, |record, bytes| binding.bind(record, bytes))
     }
 
-    /// As [`OpenSegment::write_row`], of a copy of record `number` of `victim`, which was checked, and whose head lies as here.
+    /// Like [`OpenSegment::write_row`], for a copy of the verified record `number` of `victim`, whose head has the same
+    /// layout.
     pub(crate) fn copy_row(&mut self, row: NewRecord<'_>, (victim, number): (&Segment, u32)) -> RecordLocation {
         debug_assert_eq!(victim.format.widths, self.segment.format.widths, "else it is written again");
         let binding = self.segment.format.binding;
@@ -196,7 +198,7 @@ impl OpenSegment {
         self.segment.location(record)
     }
 
-    /// Bytes of RAM that the entries will take beside those they have, where `more` records follow.
+    /// Additional bytes of RAM of the entries after `more` further records.
     pub(crate) fn added_entries_bytes(&self, more: usize) -> usize {
         let (entries, room) = (self.entries.len(), self.entries.capacity());
         if entries.saturating_add(more) <= room {
@@ -210,7 +212,7 @@ impl OpenSegment {
         self.capacity_bytes as usize / (self.segment.record_bytes + max_entry_bytes(0, &RecordMaxima::default())) + 1
     }
 
-    /// Make room for twice as many entries, or as many as the file's records can have.
+    /// Doubles the capacity for entries, up to the maximum number of the file's records.
     #[cold]
     fn grow_entries(&mut self) {
         let entries = self.entries.len();
@@ -230,9 +232,9 @@ impl OpenSegment {
         }
     }
 
-    /// Give the whole sectors of the buffer to the writers. The bytes that follow go into the next buffer, which has `size(bytes left)`
-    /// bytes. It begins with the sector in which the record begins that straddles the end of what is written, so that each record is whole
-    /// in a block or in the buffer.
+    /// Submits the complete sectors of the buffer to the writers. The bytes that follow go into the next buffer, which
+    /// has `size(bytes left)` bytes. It starts with the sector of the start of the record that straddles the end of the
+    /// written bytes, so that each record is complete in a block or in the buffer.
     fn submit_buffer(&mut self, size: impl Fn(usize) -> usize) {
         let end = self.start + self.filled as u64;
         let whole = end - end % ALIGNMENT as u64;
@@ -257,14 +259,14 @@ impl OpenSegment {
         self.segment.submit(block.clone(), SegmentJob::Write(block), self.workers);
     }
 
-    /// Keep no more memory than for the bytes that cannot be written yet.
+    /// Frees the memory except for the bytes that cannot be written yet.
     pub(crate) fn spill(&mut self) {
         if self.buffer.len() == self.block_bytes {
             self.submit_buffer(|left| left.next_multiple_of(ALIGNMENT).max(ALIGNMENT));
         }
     }
 
-    /// The record at `offset`, if it is in the buffer.
+    /// Returns the record at `offset`, if it is in the buffer.
     #[inline]
     pub(crate) fn get(&self, offset: u64) -> Option<&[u8]> {
         let at = offset.checked_sub(self.start)? as usize;
@@ -272,12 +274,13 @@ impl OpenSegment {
         (end <= self.filled).then(|| &self.buffer[at..end])
     }
 
-    /// Give the buffer back. Nothing of the segment is wanted any more.
+    /// Returns the buffer to the pool. The segment's contents are not needed.
     pub(crate) fn abandon(self) {
         WriteBufferPool::of_process().give_back(self.buffer);
     }
 
-    /// Take no more records. The writers write the rest and the footer, and the segment is [`Segment::sealed`] when that is done.
+    /// Seals the segment. The writers write the rest and the footer; [`Segment::sealed`] returns the result when that
+    /// is done.
     pub(crate) fn seal(self) -> Arc<Segment> {
         let tail = Arc::new(WriteBlock::new(self.buffer, self.start, self.filled, 0));
         self.segment.submit(tail.clone(), SegmentJob::Seal { tail, entries: self.entries }, self.workers);

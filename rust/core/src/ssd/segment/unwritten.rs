@@ -1,4 +1,5 @@
-//! What of a segment is not in its file yet: blocks on their way there, and the jobs that take them there, in order.
+//! The parts of a segment that are not in its file yet: blocks being written, and the queue of jobs that write them, in
+//! order.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -7,14 +8,14 @@ use crate::ssd::format::footer::FooterEntry;
 use crate::ssd::segment::buffer::WriteBlock;
 use crate::sync::{AtomicU64, Mutex, Ordering, lock};
 
-/// Something that the writers do for a segment.
+/// A job of the writers for a segment.
 #[derive(Debug)]
 pub(crate) enum SegmentJob {
-    /// Write a block.
+    /// Writes a block.
     Write(Arc<WriteBlock>),
-    /// Write the last records and the footer.
+    /// Writes the last records and the footer.
     Seal { tail: Arc<WriteBlock>, entries: Vec<FooterEntry> },
-    /// Make the file durable.
+    /// Makes the file durable.
     Sync,
 }
 
@@ -33,13 +34,13 @@ impl SegmentJob {
 pub(crate) enum SegmentByteSource {
     /// In the file.
     File,
-    /// In a block on its way to the file. The reader was given them.
+    /// In a block that is being written. The reader received them.
     Block,
     /// In the buffer of the open segment.
     Buffer,
 }
 
-/// Blocks of a segment that are not in its file yet, and the jobs that wait.
+/// Blocks of a segment that are not in its file yet, and the queued jobs.
 #[derive(Debug, Default)]
 pub(crate) struct UnwrittenBlocks {
     jobs: Mutex<SegmentJobQueue>,
@@ -51,12 +52,12 @@ pub(crate) struct UnwrittenBlocks {
 #[derive(Debug, Default)]
 struct SegmentJobQueue {
     waiting: VecDeque<SegmentJob>,
-    /// Whether a writer does them, or has been told to.
+    /// True if a writer runs them, or is scheduled to.
     has_writer: bool,
 }
 
 impl UnwrittenBlocks {
-    /// Find the `len` bytes at `offset`; `with` gets them if they are in a block.
+    /// Locates the `len` bytes at `offset`. Calls `with` with them if they are in a block.
     #[inline]
     pub(crate) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> SegmentByteSource {
         let end = offset + len as u64;
@@ -68,7 +69,7 @@ impl UnwrittenBlocks {
             with(bytes);
             return SegmentByteSource::Block;
         }
-        // A block leaves only after its bytes are in the file.
+        // A block is removed only after its bytes are in the file.
         if self.written_bytes.load(Ordering::Acquire) >= end {
             SegmentByteSource::File
         } else {
@@ -76,29 +77,29 @@ impl UnwrittenBlocks {
         }
     }
 
-    /// From now on the block's bytes are found in it.
+    /// Adds a block, in which its bytes are found.
     pub(crate) fn add_block(&self, block: Arc<WriteBlock>) {
         lock(&self.blocks).push(block);
     }
 
-    /// The first `bytes` of the segment are in the file.
+    /// Records that the first `bytes` of the segment are in the file.
     pub(crate) fn set_written(&self, bytes: u64) {
         self.written_bytes.store(bytes, Ordering::Release);
     }
 
-    /// Let go of a block whose bytes are in the file, or are wanted by nobody.
+    /// Releases a block whose bytes are in the file, or are not needed.
     pub(crate) fn drop_block(&self, block: &Arc<WriteBlock>) {
         lock(&self.blocks).retain(|other| !Arc::ptr_eq(other, block));
     }
 
-    /// Add a job; `true` where a writer has to be told.
+    /// Adds a job. Returns `true` if a writer must be scheduled.
     pub(crate) fn add_job(&self, job: SegmentJob) -> bool {
         let mut jobs = lock(&self.jobs);
         jobs.waiting.push_back(job);
         !std::mem::replace(&mut jobs.has_writer, true)
     }
 
-    /// The next job. Where there is none, the next one that is added has a writer told again.
+    /// Takes the next job. If there is none, adding the next one schedules a writer again.
     pub(crate) fn next_job(&self) -> Option<SegmentJob> {
         let mut jobs = lock(&self.jobs);
         let next = jobs.waiting.pop_front();

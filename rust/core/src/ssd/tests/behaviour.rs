@@ -1,4 +1,4 @@
-//! Behaviours of the tier, one in each test.
+//! Behaviours of the tier, one per test.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -58,7 +58,7 @@ fn concurrent_reads_see_whole_rows_of_the_start_or_newer() {
                 }
             }
         });
-        // Where the machine gives the compactor no time, it may find nothing to move. So this goes on until it has moved something.
+        // On a busy machine the compactor may find nothing to move. So this continues until it has moved something.
         for number in (2..10_000).take_while(|number| *number < 80 || tier.stats().compaction_bytes == 0) {
             let some: Vec<SsdTestRow> = version(number).into_iter().filter(|row| row.header.id % 5 != 0).collect();
             append(&tier, &some, |_| true).unwrap();
@@ -228,7 +228,7 @@ fn open_segment_with_narrow_heads_holds_space_until_sealed() {
     tier.remove(&[1]).unwrap();
     append(&tier, &[row(3)], |_| false).unwrap();
     let mut state = tier.inner.state();
-    // The segment of the rows has a dead record. It is closed, and rows go to another one.
+    // The segment of the rows has a dead record. It is sealed, and rows go to another one.
     let of_rows = state.open_stream_holding_space().unwrap();
     state.seal(of_rows);
     drop(state);

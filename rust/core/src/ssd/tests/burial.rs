@@ -1,4 +1,4 @@
-//! Rows that die by a rule.
+//! Expiry of rows by a rule.
 
 use super::*;
 use crate::error::Kind;
@@ -21,7 +21,7 @@ fn by_step(last_step: u64) -> SsdExpiryRule<'static> {
     SsdExpiryRule { last_step, row_predicate: None }
 }
 
-/// Go on with a burial to its end, `most` records a call; the ids of the rows that are gone, sorted.
+/// Continues an expiry pass to its end, `most` records per call. Returns the ids of the removed rows, sorted.
 fn expire(tier: &SsdTier, cursor: &mut SsdExpiryCursor, rule: &SsdExpiryRule<'_>, most: usize) -> Vec<Id> {
     let mut gone = Vec::new();
     loop {
@@ -63,7 +63,7 @@ fn rows_expire_by_step_in_buffers_open_and_sealed_segments() {
 fn rows_die_by_their_step_in_segments_whose_footers_have_no_steps_also_when_resumed() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Never)).unwrap();
-    // The largest step counts as unknown, and then a footer has none.
+    // The largest step counts as unknown, and then a footer has no steps.
     append(&tier, &[rows(0..100, 5), rows(100..200, 7), rows(200..201, u64::MAX)].concat(), |_| false).unwrap();
     tier.publish(1, StateCounters::default()).unwrap();
     assert!(tier.inner.state().segments().iter().all(|segment| segment.step_range().is_none()));
@@ -106,7 +106,7 @@ fn rows_written_behind_the_cursor_are_found() {
     append(&tier, &rows(0..1000, 5), |_| false).unwrap();
     let mut burial = SsdExpiryCursor::default();
     while !tier.expire(&mut burial, &by_step(5), &|_| true, 1000).unwrap().finished {}
-    // The burial has passed all records, among them those of the open segment, which takes more now.
+    // The pass has visited all records, including those of the open segment, which gets more here.
     append(&tier, &rows(2000..2030, 5), |_| false).unwrap();
     append(&tier, &rows(2030..2060, 6), |_| false).unwrap();
     assert_eq!(expire(&tier, &mut burial, &by_step(5), 7), (2000..2030).collect::<Vec<Id>>());
@@ -129,7 +129,7 @@ fn rows_moved_by_compaction_during_expiry_are_found() {
             if buried.finished {
                 break;
             }
-            // Some of the other rows are written again and again, so that segments have to be moved.
+            // Some of the other rows are written repeatedly, so that segments have to be moved.
             step += 1;
             if step < 60 {
                 let first = 1000 + step % 7 * 40;
@@ -196,7 +196,7 @@ fn step_rule_reads_no_records() {
     let segments = memory.list(&config(1 << 20, ReopenMode::Resume).dir).unwrap();
     for path in segments.iter().filter(|path| path.extension().is_some_and(|suffix| suffix == "seg")) {
         let mut bytes = crate::io::read_file(&memory, path, 1 << 20).unwrap();
-        // In the first record, behind the header.
+        // In the first record, after the header.
         bytes[150] ^= 1;
         crate::io::write_atomically(&memory, path, &bytes).unwrap();
     }
@@ -205,7 +205,7 @@ fn step_rule_reads_no_records() {
     let cut = by_step(5);
     assert_eq!(expire(&tier, &mut SsdExpiryCursor::default(), &cut, 1000), (0..1000).collect::<Vec<Id>>());
     let rule = |_: &RowHeader, _: &[f32]| true;
-    // No segment has a row up to this step any more but the one where such rows lay with others.
+    // Only the segment where such rows were stored with others still has a row up to this step.
     let dying = SsdExpiryRule { last_step: 5, row_predicate: Some(&rule) };
     assert_eq!(expire(&tier, &mut SsdExpiryCursor::default(), &dying, 1000), [0; 0]);
     let spare = |_: &RowHeader, _: &[f32]| false;
@@ -220,7 +220,7 @@ fn expiry_slice_reads_few_footers_without_expired_rows() {
     let (tier, _) = open_tuned(&engine, &config(1 << 20, ReopenMode::Never), TINY).unwrap();
     append(&tier, &rows(0..2000, 9), |_| false).unwrap();
     let some = |step| -> Vec<SsdTestRow> { (0..200).flat_map(|at| rows(at * 10..at * 10 + 1, step)).collect() };
-    // Each segment has records of the step that dies, and none of them is live.
+    // Each segment has records of the step that expires, and none of them is live.
     append(&tier, &some(5), |_| true).unwrap();
     append(&tier, &some(9), |_| true).unwrap();
     append(&tier, &rows(3000..4000, 5), |_| false).unwrap();
@@ -253,7 +253,7 @@ fn repeated_pass_reaches_every_record() {
     settle(&tier);
     let lives = |_: &RowHeader, _: &[f32]| false;
     let (mut burial, mut gone) = (SsdExpiryCursor::default(), Vec::new());
-    // The newer rule takes more than the older one, and the burial is amid its walk by then.
+    // The newer rule matches more rows than the older one, and the pass has already started.
     tier.expire(&mut burial, &SsdExpiryRule { last_step: 5, row_predicate: Some(&lives) }, &|_| false, 1500).unwrap();
     for _ in 0..3100 / 50 * 2 {
         burial.repeat_pass();
@@ -269,7 +269,7 @@ fn repeated_pass_reaches_every_record() {
 fn fully_expired_segments_go_first() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let (tier, _) = open(&engine, &config(4 << 20, ReopenMode::Never)).unwrap();
-    // Each publish closes the open segment. Of the first segments' rows only some die.
+    // Each publish seals the open segment. Only some of the first segments' rows expire.
     for (at, ids) in [0..700, 700..1400].into_iter().enumerate() {
         let mixed: Vec<SsdTestRow> = ids.flat_map(|id| rows(id..id + 1, if id % 2 == 0 { 5 } else { 9 })).collect();
         append(&tier, &mixed, |_| false).unwrap();
@@ -291,7 +291,7 @@ fn fully_expired_segments_go_first() {
     gone.sort_unstable();
     let expected = (0..1400).step_by(2).chain(2000..2500).chain(2501..3100);
     assert_eq!(gone, expected.collect::<Vec<Id>>());
-    // The row that stayed is found by the walk that is asked for once more.
+    // The additional pass finds the row that stayed.
     burial.repeat_pass();
     assert_eq!(expire(&tier, &mut burial, &by_step(5), 100), [2500]);
 }

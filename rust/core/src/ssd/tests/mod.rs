@@ -63,7 +63,7 @@ pub(super) fn open_tuned(
     Ok((SsdTier { inner }, counters))
 }
 
-/// The last step of a row: it rises with the version, except that one row in five has any number of 64 bits.
+/// The last step of a row: it increases with the version, except that one row in five has any 64-bit number.
 fn step_of(id: Id, version: u32) -> u64 {
     let bits = hash_id(id ^ (i64::from(version) << 32));
     if id % 5 == 0 { bits } else { u64::from(version) * 8 + bits % 8 }
@@ -101,7 +101,7 @@ impl SsdTestRow {
 
     #[allow(unsafe_code)]
     pub(super) fn as_mut(&mut self) -> RowMut {
-        // SAFETY: tests keep the row, and look at it only when the fetch is done.
+        // SAFETY: tests keep the row, and read it only when the fetch is done.
         unsafe { RowMut::new(RowAddress { header: &raw mut self.header, vector: self.vector.as_mut_ptr() }) }
     }
 }
@@ -112,7 +112,7 @@ pub(super) fn append(tier: &SsdTier, rows: &[SsdTestRow], known: impl Fn(Id) -> 
     tier.append(&refs, &known)
 }
 
-/// The rows of `ids`, with `None` for those that the tier has not.
+/// Fetches the rows of `ids`, with `None` for absent ones.
 fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<SsdTestRow>>> {
     let mut rows: Vec<SsdTestRow> = ids.iter().map(|_| SsdTestRow::empty()).collect();
     let wanted = ids.iter().copied().zip(rows.iter_mut().map(SsdTestRow::as_mut)).collect();
@@ -135,7 +135,7 @@ fn scan(tier: &SsdTier) -> Result<Vec<SsdTestRow>> {
     Ok(rows)
 }
 
-/// Wait until the writers have written everything.
+/// Waits until the writers have written everything.
 fn settle(tier: &SsdTier) {
     tier.inner.context.space.wait_idle();
 }

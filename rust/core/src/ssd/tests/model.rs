@@ -1,4 +1,4 @@
-//! The tier beside a `BTreeMap`, through random operations and random ends of the process.
+//! Compares the tier with a `BTreeMap`, through random operations and random ends of the process.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ const IDS: Id = 400;
 
 #[derive(Clone, Debug)]
 enum SsdModelOp {
-    /// Append rows with the ids `first, first + step, …`.
+    /// Appends rows with the ids `first, first + step, …`.
     Append {
         first: Id,
         step: Id,
@@ -32,15 +32,16 @@ enum SsdModelOp {
     Publish,
     Compact,
     Scan,
-    /// Do what happens at the end of an append where the process's buffers are scarce.
+    /// Does the same as the end of an append when the process's buffers are scarce.
     Spill,
     Evict {
         rows: u64,
         keep_multiples_of: Id,
     },
-    /// Begin a burial, where none is under way, and do a slice of it. Where one is, it may go on with a newer step and once more.
+    /// Starts an expiry pass if none is in progress, and runs a slice of it. A pass in progress may continue with a
+    /// newer step and repeat.
     Expire {
-        /// How many versions ago the rows were trained last that die.
+        /// Number of versions since the expired rows were trained last.
         back: u32,
         by_row: bool,
         keep_multiples_of: Id,
@@ -48,7 +49,7 @@ enum SsdModelOp {
         newer: bool,
     },
     Clear,
-    /// End the process, and the machine too where `power` says how.
+    /// Ends the process, and with `power` also the machine.
     Crash {
         power: Option<u64>,
         older: bool,
@@ -86,14 +87,14 @@ struct SsdModel {
     engine: Arc<dyn IoEngine>,
     tier: Option<SsdTier>,
     rows: SsdModelRows,
-    /// Token, rows and counters of published states, oldest first.
+    /// Commit ids, rows and counters of published states, oldest first.
     states: Vec<(u64, SsdModelRows, StateCounters)>,
     commit_id: u64,
     version: u32,
     expiry: Option<SsdModelExpiry>,
 }
 
-/// A burial that is under way, and its rule.
+/// An expiry pass in progress, and its rule.
 struct SsdModelExpiry {
     cursor: SsdExpiryCursor,
     last_step: u64,
@@ -224,7 +225,7 @@ impl SsdModel {
         self.rows.extend(rows.into_iter().map(|row| (row.header.id, row)));
     }
 
-    /// Do a slice of a burial; whether it is finished.
+    /// Runs a slice of an expiry pass. Returns true if it is finished.
     fn expire(&mut self, under_way: &mut SsdModelExpiry, most: usize) -> bool {
         let (cut, keep_multiples_of) = (under_way.last_step, under_way.keep_multiples_of);
         let rule: Option<&RowExpiryPredicate<'_>> = under_way.by_row.then_some(&is_expired_by_rule);
@@ -244,7 +245,7 @@ impl SsdModel {
     }
 
     fn crash(&mut self, power: Option<u64>, older: bool) {
-        // A power cut may come while the writers work. What was not synced is torn at random.
+        // A power cut may happen while the writers work. Random sectors of the unsynced writes persist.
         self.memory = match power {
             Some(seed) => self.memory.crash_torn(seed),
             None => self.memory.kill(),
@@ -252,10 +253,10 @@ impl SsdModel {
         self.reopen(older);
     }
 
-    /// Go on from the last published state, or the one before.
+    /// Resumes the last published state, or the previous one.
     fn reopen(&mut self, older: bool) {
         let given_up = self.tier().stats().has_lost_flush;
-        // The old tier was closed, or goes on in its own copy of the files.
+        // The old tier was closed, or continues with its own copy of the files.
         self.tier = None;
         self.expiry = None;
         self.engine = Arc::new(self.memory.clone());

@@ -1,32 +1,32 @@
-//! Which records of a segment are dead, so that nobody needs to look for the ids of those.
+//! The known dead records of a segment, whose ids need no lookup.
 
 use crate::prefetch::prefetch;
 
-/// A bit for each record of a segment, which says whether the index has ceased to point to it.
+/// A bit per record of a segment, set if the index does not point to it.
 #[derive(Debug, Default)]
 pub(crate) struct DeadRecords {
     words: Vec<u64>,
 }
 
 impl DeadRecords {
-    /// The index no longer points to this record.
+    /// Marks a record as dead.
     #[inline]
     pub(crate) fn add(&mut self, record: u32) {
         let word = record as usize / 64;
         if word >= self.words.len() {
-            // Records die in any order, so the next ones are likely to be about as high.
+            // Records become dead in any order, so the next ones are likely to have similarly high numbers.
             self.words.resize((word + 1).next_power_of_two(), 0);
         }
         self.words[word] |= 1 << (record % 64);
     }
 
-    /// Start to load what is known of a record into the processor's cache.
+    /// Prefetches a record's bit into the CPU cache.
     #[inline]
     pub(crate) fn prefetch(&self, record: u32) {
         prefetch(&self.words, record as usize / 64);
     }
 
-    /// Whether a record is dead.
+    /// True if a record is dead.
     #[inline]
     pub(crate) fn contains(&self, record: u32) -> bool {
         self.words.get(record as usize / 64).is_some_and(|word| word >> (record % 64) & 1 == 1)

@@ -1,4 +1,5 @@
-//! One tier, as its threads share it: what never changes, its state under one lock, and who may move what.
+//! One tier, as its threads share it: the immutable context, its state under one lock, and the locks for compaction and
+//! publishing.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
@@ -23,33 +24,33 @@ use crate::sync::{
 
 /// One tier.
 ///
-/// Its locks, in the order in which they are taken: `publishing`, `compacting`, `state`; then a leaf, of which nobody takes two at once:
-/// the jobs and blocks of a segment, the space, the buffer pool. Who holds `state` waits neither for the disk nor for room nor for a
-/// buffer, except to make, remove and rename files.
+/// Its locks, in the order of acquisition: `publishing`, `compacting`, `state`; then a leaf, of which no thread holds
+/// two: the jobs and blocks of a segment, the space, the buffer pool. A thread that holds `state` does not wait for the
+/// disk, free space or a buffer, except to create, remove and rename files.
 #[derive(Debug)]
 pub(crate) struct TierInner {
     pub(crate) context: SegmentContext,
     pub(crate) layout: RowLayout,
     pub(crate) identity: ShardIdentity,
     pub(crate) reads: Arc<FetchContext>,
-    /// Who takes the rows of scans that are under way.
+    /// Consumers of the scans in progress.
     pub(crate) scan_consumers: ScanConsumers,
     pub(crate) counters: SsdTierCounters,
     /// Where the last eviction stopped.
     pub(crate) eviction_cursor: Mutex<SegmentCursor>,
     state: RwLock<TierState>,
     publishing: Mutex<()>,
-    /// Whoever moves a segment's rows reads it; whoever wants none to be moved writes it.
+    /// Held for reading to move a segment's rows, and for writing to exclude moves.
     compacting: RwLock<()>,
-    /// Whether a thread was told to compact this tier and has not begun.
+    /// True if a thread was scheduled to compact this tier and has not started.
     is_compaction_due: AtomicBool,
-    /// The tier's directory, until it is closed.
+    /// The lock of the tier's directory, until it is closed.
     dir_lock: Mutex<Option<TierDirLock>>,
-    /// The note of the state that was resumed, until it is taken.
+    /// The metadata blob of the resumed state, until it is taken.
     metadata: Mutex<Vec<u8>>,
 }
 
-/// What a tier counts, beside its fetches.
+/// Counters of a tier, except those of its fetches.
 #[derive(Debug, Default)]
 pub(crate) struct SsdTierCounters {
     pub(crate) row_bytes_given: AtomicU64,
@@ -58,10 +59,10 @@ pub(crate) struct SsdTierCounters {
     pub(crate) space_waits: SpaceWaits,
 }
 
-/// The log says at most this often that a table waits for room. A tier that is nearly full waits many times a second.
+/// Minimum interval between log messages about waits for free space. A nearly full tier waits many times per second.
 const LOG_WAITS_EVERY: Duration = Duration::from_secs(60);
 
-/// How often somebody has waited for room, and when the log said so last.
+/// Number of waits for free space, and the time of the last log message about them.
 #[derive(Debug, Default)]
 pub(crate) struct SpaceWaits {
     count: AtomicU64,
@@ -73,7 +74,7 @@ impl SpaceWaits {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// Count a wait. Returns whether the log is to say so.
+    /// Counts a wait. Returns true if it is to be logged.
     pub(crate) fn begin(&self) -> bool {
         self.count.fetch_add(1, Ordering::Relaxed);
         let (mut said, now) = (lock(&self.last_logged), Instant::now());
@@ -86,7 +87,7 @@ impl SpaceWaits {
 }
 
 impl TierInner {
-    /// A tier in the directory that is `held`, with the note of the state that was resumed.
+    /// Creates a tier in the locked directory, with the metadata blob of the resumed state.
     pub(crate) fn new(
         context: SegmentContext,
         layout: RowLayout,
@@ -112,49 +113,51 @@ impl TierInner {
         }
     }
 
-    /// The state, to change it. Those who wait for this go before those who wait to read, so that fetches starve nobody.
+    /// Locks the state for changes. Writers have priority over readers, so that fetches do not starve them.
     pub(crate) fn state(&self) -> RwLockWriteGuard<'_, TierState> {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The state, to look things up.
+    /// Locks the state for lookups.
     pub(crate) fn view(&self) -> RwLockReadGuard<'_, TierState> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// To be held while a state is published, given up by name, or all rows are forgotten.
+    /// Takes the publishing lock. It is held while a state is published or discarded by name, or all rows are removed.
     pub(crate) fn publishing(&self) -> MutexGuard<'_, ()> {
         lock(&self.publishing)
     }
 
-    /// To be held while a segment's rows are moved.
+    /// Takes the compaction lock, shared, for a thread that moves a segment's rows.
     pub(crate) fn compacting(&self) -> RwLockReadGuard<'_, ()> {
         self.compacting.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wait until no segment's rows are being moved. None are as long as this is held.
+    /// Takes the compaction lock exclusively: waits until no segment's rows are being moved, and excludes moves while
+    /// the guard is held.
     pub(crate) fn pause_compaction(&self) -> RwLockWriteGuard<'_, ()> {
         self.compacting.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A thread is to compact this tier; whether one has to be told.
+    /// Requests compaction of this tier. Returns true if a thread must be scheduled.
     pub(crate) fn request_compaction(&self) -> bool {
         !self.is_compaction_due.swap(true, Ordering::AcqRel)
     }
 
-    /// A thread begins to compact this tier. Who has something for it from now on has to tell a thread.
+    /// Marks the start of compaction. Later requests must schedule a thread again.
     pub(crate) fn begin_compaction(&self) {
         self.is_compaction_due.store(false, Ordering::Release);
     }
 
-    /// Run a background task that changes this tier. Its panic counts as a failed write: from then on the tier only reads.
+    /// Runs a background task that changes this tier. A panic counts as a failed write, which makes the tier read-only.
     pub(crate) fn run_background(&self, action: &str, task: impl FnOnce()) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(task)) {
             self.context.space.fail(Error::panicked(action, &*panic));
         }
     }
 
-    /// `State` in a forked process, and after a panic amid a change of the state: then neither the index nor the counts can be believed.
+    /// Returns `State` in a forked process, and after a panic during a change of the state, when neither the index nor
+    /// the counts are reliable.
     pub(crate) fn check_usable(&self) -> Result<()> {
         self.context.workers.check_process()?;
         if was_poisoned(&self.state) {
@@ -170,7 +173,7 @@ impl TierInner {
         Ok(())
     }
 
-    /// `ReadOnly` after a failed write, `State` when closed, after a panic, or in a forked process.
+    /// Returns `ReadOnly` after a failed write, `State` when closed, after a panic, or in a forked process.
     pub(crate) fn check_writable(&self) -> Result<()> {
         self.check_usable()?;
         if let Some(cause) = self.context.space.failed() {
@@ -182,22 +185,24 @@ impl TierInner {
         Ok(())
     }
 
-    /// Bytes that rows from RAM leave free. See [`SegmentSizing::reserved_bytes`](crate::ssd::room::geometry::Geometry::kept_bytes).
+    /// Bytes that rows from RAM leave free. See
+    /// [`SegmentSizing::reserved_bytes`](crate::ssd::room::geometry::SegmentSizing::reserved_bytes).
     pub(crate) fn reserved_bytes(&self, state: &TierState) -> u64 {
         self.context.sizing.reserved_bytes(state.moving())
     }
 
-    /// Bytes that have to be free for a segment for rows from RAM, or for tombstones, to be opened.
+    /// Bytes that must be free to open a segment for rows from RAM, or for tombstones.
     pub(crate) fn bytes_needed(&self, state: &TierState) -> u64 {
         self.reserved_bytes(state) + self.context.sizing.segment_bytes
     }
 
-    /// The classes of rows, for as many rows as there are now.
+    /// Returns the hotness groups for the present number of rows.
     pub(crate) fn hotness_classes(&self, state: &TierState) -> HotnessClasses {
         state.hotness_classes(self.context.sizing.hotness_classes)
     }
 
-    /// Whether a row from RAM, or a tombstone, can be written to `stream`. Opens a segment where there is none and the cap has room.
+    /// Prepares `stream` for a row from RAM, or a tombstone. Opens a segment if there is none and the cap has space.
+    /// Returns true if it can be written.
     pub(crate) fn prepare_stream(&self, state: &mut TierState, stream: SegmentStream) -> Result<bool> {
         let free = self.context.space.free_bytes();
         if free < self.reserved_bytes(state) {
@@ -207,8 +212,8 @@ impl TierInner {
             || (free >= self.bytes_needed(state) && self.open_segment(state, stream)?))
     }
 
-    /// The stream that takes a row of `hotness` that compaction moves, if any does. It is the class's own where a whole segment of it can be
-    /// opened; a smaller one would be the next to be moved.
+    /// Returns the stream for a row of `hotness` that compaction moves, if any has space. It is the group's own stream
+    /// if that has space or a full segment can be opened; a smaller segment would soon be moved again.
     pub(crate) fn prepare_stream_for_move(&self, state: &mut TierState, hotness: u8) -> Result<Option<SegmentStream>> {
         let own = SegmentStream::Rows(hotness);
         if state.has_writable_segment(own) {
@@ -220,7 +225,7 @@ impl TierInner {
         Ok(SegmentStream::of_rows().find(|stream| state.has_writable_segment(*stream)))
     }
 
-    /// Open a segment for `stream`; whether there was room for its file.
+    /// Opens a segment for `stream`. Returns true if there was space for its file.
     fn open_segment(&self, state: &mut TierState, stream: SegmentStream) -> Result<bool> {
         let (serial, widths, seq) = state.next_segment(stream);
         let open = OpenSegment::create(&self.context, (serial, widths), (stream.content(), stream.hotness(), seq))
@@ -230,7 +235,7 @@ impl TierInner {
         Ok(true)
     }
 
-    /// The error where `rows` rows are here and `more` do not fit.
+    /// The error when the tier has `rows` rows and `more` do not fit.
     pub(crate) fn capacity_error(&self, rows: u64, more: u64) -> Error {
         let (table, capacity) = (&self.identity.table, self.context.sizing.capacity_rows);
         let message = if capacity == TagIndex::MAX_IDS {
@@ -247,12 +252,12 @@ impl TierInner {
         Error::new(Kind::Capacity, message)
     }
 
-    /// The note of the state that was resumed, the first time; empty where there is none.
+    /// Takes the metadata blob of the resumed state. Empty if there is none, and after the first call.
     pub(crate) fn take_metadata(&self) -> Vec<u8> {
         std::mem::take(&mut lock(&self.metadata))
     }
 
-    /// Give the directory up. Somebody else may have it from now on.
+    /// Unlocks the directory, for another tier.
     pub(crate) fn unlock_directory(&self) {
         drop(lock(&self.dir_lock).take());
     }

@@ -1,10 +1,12 @@
-//! One tier's parts, and the operations that keep them consistent. What they are used for is in `work`.
+//! The parts of one tier, and the operations that keep them consistent. `work` uses them.
 //!
 //! - [`inner`]: the tier as its threads share it, and its locks.
-//! - [`state`]: what changes under the tier's lock: the index, and the parts below.
-//! - [`segments`]: the current set, and the [`dead`] records in it. [`streams`]: its open segments. [`states`]: published states.
-//! - [`moment`], [`tally`]: what a save beside training and a scan have to know of records that come and go.
-//! - [`reads`]: fetches under way. [`takers`]: scans that somebody keeps waiting. [`walk`]: where an eviction or a burial stopped.
+//! - [`state`]: the data under the tier's lock: the index, and the parts below.
+//! - [`segments`]: the current set, and the [`dead`] records in it. [`streams`]: its open segments. [`states`]:
+//!   published states.
+//! - [`moment`], [`tally`]: the records that a snapshot or a scan has to find, while records are added and become dead.
+//! - [`reads`]: fetches in progress. [`takers`]: scans that consumers block. [`walk`]: where an eviction or expiry pass
+//!   stopped.
 
 pub(crate) mod dead;
 pub(crate) mod inner;

@@ -1,8 +1,9 @@
-//! What a tier knows of a moment: which records belong to it, and which segments are still to be read for it.
+//! The state of a snapshot: the records that belong to it, and the segments that are still to be read for it.
 //!
-//! At the moment the segments are listed. From then on every record that the index begins or ceases to point to is marked, by one bit a
-//! record in segments that have any. A record belongs to the moment if the index points to it and it is not marked; or if it is marked and
-//! the index does not point to it, because it was the newest of its id then and no longer is.
+//! A snapshot starts with a list of the segments. Afterwards every record that the index starts or ceases to point to
+//! is marked, by one bit per record in segments that have any. A record belongs to the snapshot if the index points to
+//! it and it is not marked; or if it is marked and the index does not point to it, because it was the latest of its id
+//! only at the start.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,31 +14,31 @@ use crate::ssd::index::RecordLocation;
 use crate::ssd::segment::part::SegmentPart;
 use crate::sync::{Mutex, lock};
 
-/// Takes rows of a moment that are read before their turn.
+/// Receives rows of a snapshot that are read out of order.
 pub type EarlyRowSink = dyn Fn(RowRef<'_>) + Send + Sync;
 
-/// The moment of a tier, as its state holds it.
+/// The snapshot of a tier, in the tier's state.
 pub(crate) struct SsdSnapshotState {
     /// By segment number, until the segment's rows are read.
     marks: Vec<Option<SegmentMarks>>,
     unread: Arc<UnreadSegments>,
 }
 
-/// Which of a segment's first `records` records are marked.
+/// The marked ones of a segment's first `records` records.
 struct SegmentMarks {
     records: u32,
-    /// Records that belong to the moment.
+    /// Records that belong to the snapshot.
     live: u32,
     /// Empty as long as no record is marked.
     bits: Vec<u64>,
 }
 
-/// Segments whose rows were not read yet, and who takes the rows of those that cannot wait.
+/// Segments whose rows were not read yet, and the sink for rows that are read out of order.
 pub(crate) struct UnreadSegments {
     parts: Mutex<VecDeque<SegmentPart>>,
-    /// Rows that were modified before this epoch are not wanted.
+    /// Rows that were modified before this epoch are skipped.
     pub(crate) since: u32,
-    /// The first error of a read before its turn.
+    /// The first error of an out-of-order read.
     failed: Mutex<Option<Error>>,
     early_rows: Box<EarlyRowSink>,
 }
@@ -49,7 +50,7 @@ impl std::fmt::Debug for SsdSnapshotState {
 }
 
 impl SsdSnapshotState {
-    /// The moment of now, with the rows of `parts`, where segment numbers are below `slots`.
+    /// Starts a snapshot with the rows of `parts`. All segment numbers are below `slots`.
     pub(crate) fn new(parts: Vec<SegmentPart>, slots: usize, since: u32, early_rows: Box<EarlyRowSink>) -> Self {
         let mut marks: Vec<Option<SegmentMarks>> = Vec::new();
         marks.resize_with(slots, || None);
@@ -66,7 +67,7 @@ impl SsdSnapshotState {
         &self.unread
     }
 
-    /// The index begins or ceases to point to a record.
+    /// Marks a record that the index starts or ceases to point to.
     #[inline]
     pub(crate) fn mark(&mut self, location: RecordLocation) {
         let Some(Some(marks)) = self.marks.get_mut(location.segment as usize) else { return };
@@ -78,7 +79,7 @@ impl SsdSnapshotState {
         }
     }
 
-    /// The record at `location` does not belong to the moment, because the newest version of its row is in another tier.
+    /// Excludes the record at `location` from the snapshot, because the latest version of its row is in another tier.
     pub(crate) fn exclude(&mut self, location: RecordLocation) {
         self.mark(location);
         if let Some(Some(marks)) = self.marks.get_mut(location.segment as usize)
@@ -88,24 +89,25 @@ impl SsdSnapshotState {
         }
     }
 
-    /// The records of a segment that belong to the moment; `None` where the segment was read.
+    /// Number of a segment's records that belong to the snapshot; `None` if the segment was read.
     pub(crate) fn live_records(&self, slot: u32) -> Option<u32> {
         self.marks.get(slot as usize).and_then(Option::as_ref).map(|marks| marks.live)
     }
 
-    /// Whether a record of a segment that is being read is marked.
+    /// True if a record of a segment that is being read is marked.
     pub(crate) fn is_marked(&self, location: RecordLocation) -> bool {
         let marks = self.marks.get(location.segment as usize).and_then(Option::as_ref);
         let word = marks.and_then(|marks| marks.bits.get(location.record as usize / 64));
         word.is_some_and(|word| word >> (location.record % 64) & 1 == 1)
     }
 
-    /// Whether rows are still to be read, or are being read.
+    /// True if rows are still to be read, or are being read.
     pub(crate) fn has_unread(&self) -> bool {
         self.marks.iter().any(Option::is_some)
     }
 
-    /// The rows of a segment of `unread` were read, or cannot be. Nothing changes where `unread` is another moment's.
+    /// Marks the segment `slot` as read, even after a failed read. Does nothing if `unread` belongs to another
+    /// snapshot.
     pub(crate) fn end_read(&mut self, unread: &Arc<UnreadSegments>, slot: u32) {
         if Arc::ptr_eq(&self.unread, unread) {
             self.marks[slot as usize] = None;
@@ -114,39 +116,40 @@ impl SsdSnapshotState {
 }
 
 impl UnreadSegments {
-    /// How many segments nobody has begun to read.
+    /// Number of segments that no thread has started to read.
     pub(crate) fn len(&self) -> usize {
         lock(&self.parts).len()
     }
 
-    /// The next segment to read, which is the oldest.
+    /// Takes the next segment to read, which is the oldest.
     pub(crate) fn take_next(&self) -> Option<SegmentPart> {
         lock(&self.parts).pop_front()
     }
 
-    /// The segment with the fewest live rows: it makes room soonest when it is read.
+    /// Takes the segment with the fewest live rows, which is the fastest to free.
     pub(crate) fn take_emptiest(&self) -> Option<SegmentPart> {
         let mut parts = lock(&self.parts);
         let emptiest = (0..parts.len()).min_by_key(|&at| parts[at].segment.live());
         emptiest.and_then(|at| parts.remove(at))
     }
 
-    /// Take all segments that nobody has begun to read.
+    /// Takes all segments that no thread has started to read.
     pub(crate) fn take_all(&self) -> VecDeque<SegmentPart> {
         std::mem::take(&mut *lock(&self.parts))
     }
 
-    /// Give a row that is read before its turn to the moment's owner.
+    /// Passes a row that is read out of order to the snapshot's owner.
     pub(crate) fn keep_early_row(&self, row: RowRef<'_>) {
         (self.early_rows)(row);
     }
 
-    /// A read before its turn has failed. That is the moment's owner's error, and not that of whoever waits for room.
+    /// Records a failed out-of-order read. The snapshot's owner gets the error, not the thread that waits for free
+    /// space.
     pub(crate) fn fail(&self, error: Error) {
         lock(&self.failed).get_or_insert(error);
     }
 
-    /// The first error of a read before its turn.
+    /// The first error of an out-of-order read.
     pub(crate) fn failed(&self) -> Option<Error> {
         lock(&self.failed).clone()
     }

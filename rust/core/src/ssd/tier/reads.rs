@@ -1,4 +1,5 @@
-//! Fetches under way: batched submissions of reads, whose records are checked as they arrive and put straight where they are wanted.
+//! Fetches in progress: batched reads, whose records are checked as they arrive and copied directly to their
+//! destinations.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -19,24 +20,24 @@ use crate::stats::DurationHistogram;
 use crate::sync::{AtomicU64, Condvar, Mutex, Ordering, lock, wait};
 use crate::types::Id;
 
-/// The most bytes of records that lie together and are read together.
+/// Maximum bytes of adjacent records that are read together.
 const LARGEST_READ: u64 = 128 << 10;
-/// The most bytes between records that are read together. Reading on costs a disk less than another read: 13 to 15 µs were measured for a
-/// read, and 0.9 µs more for each KiB.
+/// Maximum bytes between records that are read together. Reading the gap costs less than another read: 13 to 15 µs were
+/// measured for a read, and 0.9 µs for each additional KiB.
 const LARGEST_GAP: u64 = 16 << 10;
 
-/// Rows on their way from the disk.
+/// A fetch of rows in progress.
 #[derive(Debug, Default)]
 pub struct RowFetch {
     outcome: Mutex<Option<Result<Vec<u32>>>>,
     done: Condvar,
-    /// The tier's reads, of which this is one.
+    /// The tier's fetches, of which this is one.
     reads: Weak<FetchContext>,
 }
 
 impl RowFetch {
-    /// Wait until every row is where it is wanted. Returns the positions in the request of ids that turned out not to be here, ascending;
-    /// else the first error of a read or a checksum. It may be called more than once, and from several threads.
+    /// Waits until every row is at its destination. Returns the positions in the request of absent ids, ascending, or
+    /// the first error of a read or a checksum. It may be called repeatedly, and from several threads.
     pub fn wait(&self) -> Result<Vec<u32>> {
         if !self.is_done()
             && let Some(reads) = self.reads.upgrade()
@@ -53,22 +54,22 @@ impl RowFetch {
         }
     }
 
-    /// Whether `wait` would return at once.
+    /// True if `wait` would return immediately.
     pub fn is_done(&self) -> bool {
         lock(&self.outcome).is_some()
     }
 
-    /// End it, unless it has ended.
+    /// Finishes it, unless it is finished.
     pub(crate) fn finish(&self, outcome: Result<Vec<u32>>) {
         lock(&self.outcome).get_or_insert(outcome);
         self.done.notify_all();
     }
 }
 
-/// Keeps the memory alive that rows are read into.
+/// Keeps the destination memory of rows alive.
 pub type FetchKeepAlive = Arc<dyn Any + Send + Sync>;
 
-/// What the fetches of a tier share.
+/// The context that the fetches of a tier share.
 #[derive(Debug)]
 pub(crate) struct FetchContext {
     engine: Arc<dyn IoEngine>,
@@ -76,12 +77,12 @@ pub(crate) struct FetchContext {
     workers: &'static SsdWorkers,
     layout: RowLayout,
     hasher: FingerprintHasher,
-    /// Jobs that wait in a batch; see [`FetchBatch`].
+    /// Jobs of batches that are not submitted; see [`FetchBatch`].
     unsubmitted: Mutex<Vec<FetchJob>>,
     counters: ReadCounters,
 }
 
-/// What fetches count.
+/// Counters of fetches.
 #[derive(Debug, Default)]
 pub(crate) struct ReadCounters {
     pub(crate) hits: AtomicU64,
@@ -93,7 +94,7 @@ pub(crate) struct ReadCounters {
 }
 
 impl FetchContext {
-    /// The reads of the tier at `context`, whose index takes prints so.
+    /// Creates the fetch context of the tier at `context`. `hasher` is the hasher of its index.
     pub(crate) fn new(context: &SegmentContext, layout: RowLayout, hasher: FingerprintHasher) -> Self {
         Self {
             engine: context.engine.clone(),
@@ -106,17 +107,17 @@ impl FetchContext {
         }
     }
 
-    /// What they have counted.
+    /// Counters of fetches.
     pub(crate) fn counters(&self) -> &ReadCounters {
         &self.counters
     }
 
-    /// A fetch of this tier that has not ended.
+    /// Creates an unfinished fetch of this tier.
     pub(crate) fn begin(self: &Arc<Self>) -> Arc<RowFetch> {
         Arc::new(RowFetch { reads: Arc::downgrade(self), ..RowFetch::default() })
     }
 
-    /// Submit every fetch that waits in a batch, whoever's batch it is.
+    /// Submits all unsubmitted fetches, of any batch.
     pub(crate) fn submit(&self) {
         let jobs = self.take_unsubmitted();
         if !jobs.is_empty() {
@@ -124,13 +125,14 @@ impl FetchContext {
         }
     }
 
-    /// The jobs that wait, for somebody who submits them.
+    /// Takes the unsubmitted jobs.
     fn take_unsubmitted(&self) -> Vec<FetchJob> {
         std::mem::take(&mut *lock(&self.unsubmitted))
     }
 
-    /// Put record `number` of `segment` where it is wanted, if it is `id`'s row; whether it is. The index takes one id for another only
-    /// where both have the same print. Any other record is damage, and must not be taken for a row that was never trained.
+    /// Copies record `number` of `segment` to its destination if it is `id`'s row. Returns false if the id's
+    /// fingerprint only equals that of the record. Any other record is corruption, and must not pass for a row that was
+    /// never trained.
     #[inline]
     fn deliver_record(&self, bytes: &[u8], segment: &Segment, number: u32, (id, to): (Id, RowMut)) -> Result<bool> {
         let record = segment.decode(number, bytes)?;
@@ -151,8 +153,8 @@ impl FetchContext {
             return Err(Error::corruption(segment.path(), at, "the record's id", id, record.head.id));
         }
         let to = to.address();
-        // SAFETY: whoever made the RowMut promised that a header and `vector_floats` floats are there, and that nobody else touches them
-        // until this fetch says that it is done.
+        // SAFETY: the creator of the RowMut promised that a header and `vector_floats` floats are there, and that
+        // nothing else accesses them until this fetch is done.
         let (vector, header) =
             unsafe { (std::slice::from_raw_parts_mut(to.vector, self.layout.vector_floats()), &mut *to.header) };
         *header = record.unpack(&self.layout, vector);
@@ -177,16 +179,16 @@ pub(crate) struct FetchJob {
     segments: Vec<Arc<Segment>>,
     items: Vec<FetchItem>,
     requested: Vec<(Id, RowMut)>,
-    /// The memory that `wanted` points into, where whoever asked may be gone before the reads are.
+    /// The memory that `requested` points into, because the caller may return before the reads are done.
     _keep_alive: Option<FetchKeepAlive>,
-    /// Positions of ids that are not here.
+    /// Positions of absent ids.
     missing: Vec<u32>,
     started: Instant,
 }
 
 impl Drop for FetchJob {
     fn drop(&mut self) {
-        // A job has no outcome here only after a panic. Nobody may wait for ever.
+        // Only a panic drops a job without an outcome. It must not leave threads waiting forever.
         self.fetch.finish(Err(Error::new(Kind::State, "a fetch from the SSD tier ended without a result")));
         self.segments.clear();
         self.reads.space.notify_waiters();
@@ -194,7 +196,7 @@ impl Drop for FetchJob {
 }
 
 impl FetchJob {
-    /// The job of `fetch`, for which no row was looked up yet.
+    /// Creates the job of `fetch`, before any lookup.
     pub(crate) fn new(
         reads: &Arc<FetchContext>,
         fetch: &Arc<RowFetch>,
@@ -213,22 +215,22 @@ impl FetchJob {
         }
     }
 
-    /// The ids that are wanted, by position.
+    /// The requested ids, by position.
     pub(crate) fn ids(&self) -> Vec<Id> {
         self.requested.iter().map(|(id, _)| *id).collect()
     }
 
-    /// Whether nothing is to be read from disk.
+    /// True if nothing is to be read from disk.
     pub(crate) fn needs_no_disk(&self) -> bool {
         self.items.is_empty()
     }
 
-    /// The id at `position` is not here.
+    /// Records that the id at `position` is absent.
     pub(crate) fn add_missing(&mut self, position: usize) {
         self.missing.push(position as u32);
     }
 
-    /// Take the row at `position` from the bytes of its record, which are in RAM.
+    /// Copies the row at `position` from the bytes of its record, which are in RAM.
     #[inline]
     pub(crate) fn take_buffered(
         &mut self,
@@ -243,8 +245,8 @@ impl FetchJob {
         Ok(())
     }
 
-    /// Read the row at `position` from the file of `segment`. `listed` keeps by segment number the position in the job's list, `u32::MAX`
-    /// where it has none.
+    /// Adds a read of the row at `position` from the file of `segment`. `listed` maps segment numbers to positions in
+    /// the job's list, or `u32::MAX`.
     #[inline]
     pub(crate) fn add_read(&mut self, position: usize, segment: &Arc<Segment>, at: RecordLocation, listed: &mut [u32]) {
         let listed = &mut listed[at.segment as usize];
@@ -255,7 +257,8 @@ impl FetchJob {
         self.items.push(FetchItem { segment: *listed, position: position as u32, record: at.record });
     }
 
-    /// Put the rows of one read where they are wanted: those of `items`, from `bytes` that start at `offset` of their file.
+    /// Copies the rows of one read to their destinations: those of `items`, from `bytes` that start at `offset` of
+    /// their file.
     fn deliver_read(&mut self, items: Range<usize>, offset: u64, bytes: &[u8]) -> Result<()> {
         let mut result = Ok(());
         for item in &self.items[items] {
@@ -271,7 +274,7 @@ impl FetchJob {
         result
     }
 
-    /// Make one read of records that lie near each other. Read `i` serves items `groups[i]..groups[i + 1]`.
+    /// Coalesces records that are near each other into one read. Read `i` serves items `groups[i]..groups[i + 1]`.
     fn coalesced_reads(&self) -> (Vec<IoReadRequest>, Vec<u32>) {
         let mut reads: Vec<IoReadRequest> = Vec::with_capacity(self.items.len());
         let mut groups: Vec<u32> = Vec::with_capacity(self.items.len() + 1);
@@ -300,7 +303,7 @@ impl FetchJob {
         (reads, groups)
     }
 
-    /// End the fetch.
+    /// Finishes the fetch.
     pub(crate) fn finish(mut self, result: Result<()>) {
         let counters = &self.reads.counters;
         counters.misses.fetch_add(self.missing.len() as u64, Ordering::Relaxed);
@@ -308,7 +311,7 @@ impl FetchJob {
         counters.fetch_ns.fetch_add(self.started.elapsed().as_nanos() as u64, Ordering::Relaxed);
         self.missing.sort_unstable();
         let missing = std::mem::take(&mut self.missing);
-        // Files of segments that are gone are removed before the rows are announced.
+        // Files of released segments are removed before waiters wake up.
         self.segments.clear();
         self.fetch.finish(result.map(|()| missing));
     }
@@ -318,7 +321,7 @@ impl FetchJob {
 struct ReadJobs(Vec<FetchJob>);
 
 impl SsdTask for ReadJobs {
-    /// Read what is in files, in one submission for each I/O engine. (A process has one.)
+    /// Reads from the files, in one submission per I/O engine. (A process has one.)
     fn run(self: Box<Self>) {
         let mut jobs = self.0;
         while let Some(first) = jobs.first() {
@@ -338,7 +341,7 @@ impl SsdTask for ReadJobs {
 
 fn read_together(engine: &dyn IoEngine, mut jobs: Vec<FetchJob>) {
     let mut all: Vec<IoReadRequest> = Vec::new();
-    // For each read its job, and the job's items that it serves.
+    // The job of each read, and the job's items that it serves.
     let mut serves: Vec<(usize, Range<usize>)> = Vec::new();
     for (number, job) in jobs.iter_mut().enumerate() {
         job.items.sort_unstable_by_key(|item| (item.segment, item.record));
@@ -367,19 +370,20 @@ fn read_together(engine: &dyn IoEngine, mut jobs: Vec<FetchJob>) {
     }
 }
 
-/// Fetches of one or several tiers that go to the disk as one submission, with [`FetchBatch::submit`] or when the batch is dropped.
+/// Fetches of one or several tiers that are read in one submission, by [`FetchBatch::submit`] or when the batch is
+/// dropped.
 ///
-/// A fetch that is not submitted keeps the files that it is to read. A thread that waits for it, or for the room that those files take,
-/// would wait for ever where the batch's owner waits for that thread, or is that thread. So the jobs lie with their tier until they are
-/// submitted, and whoever is about to wait submits them.
+/// An unsubmitted fetch pins the files that it is to read. A thread that waits for it, or for the space of those files,
+/// would wait forever if the batch's owner waits for that thread, or is that thread. So the jobs are stored in their
+/// tier until they are submitted, and any thread that is about to wait submits them.
 #[derive(Debug, Default)]
 pub struct FetchBatch {
-    /// The reads of tiers that have, or had, jobs of this batch.
+    /// The fetch contexts of tiers that have, or had, jobs of this batch.
     tiers: Vec<Arc<FetchContext>>,
 }
 
 impl FetchBatch {
-    /// Start reading if `rows` or more are waiting for it.
+    /// Starts reading if at least `rows` rows are unsubmitted.
     pub fn submit_if_worthwhile(&mut self, rows: usize) {
         let waiting =
             |reads: &Arc<FetchContext>| lock(&reads.unsubmitted).iter().map(|job| job.items.len()).sum::<usize>();
@@ -388,12 +392,12 @@ impl FetchBatch {
         }
     }
 
-    /// Start reading.
+    /// Starts reading.
     pub fn submit(mut self) {
         self.submit_all();
     }
 
-    /// Add a job, for which rows were looked up.
+    /// Adds a job, after its lookups.
     pub(crate) fn add(&mut self, job: FetchJob) {
         let reads = job.reads.clone();
         lock(&reads.unsubmitted).push(job);

@@ -1,4 +1,4 @@
-//! The current set: the segments that the index points into, and those of tombstones. A publish would name them.
+//! The current set: the segments that the index points into, and those of tombstones. A publish references them.
 
 use std::sync::Arc;
 
@@ -7,41 +7,43 @@ use crate::ssd::index::{PREFETCH_DISTANCE, RecordLocation};
 use crate::ssd::segment::file::Segment;
 use crate::ssd::tier::dead::DeadRecords;
 
-/// The segments of the current set by number, and which of them can go.
+/// The segments of the current set by number, and the candidates for removal.
 #[derive(Debug, Default)]
 pub(crate) struct CurrentSegments {
     by_slot: Vec<Option<Arc<Segment>>>,
     /// Sealed segments of tombstones.
     tombstones: Vec<TombstoneSegment>,
-    /// Numbers of segments that had no live record when they were looked at.
+    /// Numbers of segments without live records at their last check.
     emptied: Vec<u32>,
-    /// Records that died and are to be counted. See [`Segments::bury`].
+    /// Dead records that are to be counted. See [`CurrentSegments::mark_dead`].
     uncounted_dead: Vec<RecordLocation>,
-    /// By segment number: how many of these it has; 0 but while they are counted.
+    /// By segment number: the number of uncounted dead records; 0 except while they are counted.
     dead_counts: Vec<u32>,
-    /// By segment number: the dead records of a segment that was opened since the tier was. Those of others are not known.
+    /// By segment number: the dead records of a segment that was opened since the tier was. Those of others are
+    /// unknown.
     dead: Vec<Option<DeadRecords>>,
 }
 
-/// Tombstones are needed while a segment with a smaller serial than `before` holds a dead record, which could be one of theirs. Compaction
-/// copies live records only, so a dead record never moves to a later segment.
+/// Tombstones are needed while a segment with a smaller serial than `before` contains a dead record, which could be one
+/// of theirs. Compaction copies only live records, so a dead record never moves to a later segment.
 #[derive(Debug)]
 struct TombstoneSegment {
     segment: Arc<Segment>,
     before: u64,
 }
 
-/// Tombstones of the current set in numbers.
+/// Statistics of the tombstones of the current set.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TombstoneCounts {
     pub(crate) segments: usize,
     pub(crate) bytes: u64,
-    /// The oldest of them are needed while a segment with a smaller serial than this holds a dead record; 0 where there are none.
+    /// The oldest of them are needed while a segment with a smaller serial than this contains a dead record; 0 if there
+    /// are none.
     pub(crate) before: u64,
 }
 
 impl CurrentSegments {
-    /// Add a segment, which has been named.
+    /// Adds a segment, which was referenced before.
     pub(crate) fn add(&mut self, segment: Arc<Segment>) {
         let slot = segment.slot as usize;
         if self.by_slot.len() <= slot {
@@ -53,7 +55,7 @@ impl CurrentSegments {
         self.by_slot[slot] = Some(segment);
     }
 
-    /// All of them.
+    /// Iterates over all of them.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<Segment>> + Clone {
         self.by_slot.iter().flatten()
     }
@@ -63,7 +65,7 @@ impl CurrentSegments {
         self.by_slot.get(slot as usize).and_then(Option::as_ref)
     }
 
-    /// Segment numbers are below this.
+    /// Upper bound (exclusive) of segment numbers.
     pub(crate) fn slots(&self) -> usize {
         self.by_slot.len()
     }
@@ -74,19 +76,20 @@ impl CurrentSegments {
         self.by_slot[location.segment as usize].as_ref().expect("the index points into the current set")
     }
 
-    /// Note that the index no longer points to a record. [`Segments::count_dead`] counts it before the tier's lock is given up. Not at
-    /// once, because what is known of a segment's records lies far apart in memory, and other threads have changed it.
+    /// Marks a record that the index does not point to. [`CurrentSegments::count_dead`] counts it before the tier's
+    /// lock is released. Counting is deferred because the counters of segments are far apart in memory, and other
+    /// threads have changed them.
     #[inline]
     pub(crate) fn mark_dead(&mut self, location: RecordLocation) {
         self.uncounted_dead.push(location);
     }
 
-    /// The dead records of a segment, where they are known.
+    /// The dead records of a segment, if they are known.
     pub(crate) fn dead_in(&self, slot: u32) -> Option<&DeadRecords> {
         self.dead.get(slot as usize).and_then(Option::as_ref)
     }
 
-    /// Count the records that died.
+    /// Counts the records that became dead.
     pub(crate) fn count_dead(&mut self) {
         for at in 0..self.uncounted_dead.len() {
             if let Some(later) = self.uncounted_dead.get(at + PREFETCH_DISTANCE)
@@ -112,18 +115,18 @@ impl CurrentSegments {
         }
     }
 
-    /// Look at this segment of rows at the next [`Segments::reap`]: it has no live record.
+    /// Makes the next [`CurrentSegments::reap`] check this segment of rows, which has no live record.
     pub(crate) fn mark_emptied(&mut self, slot: u32) {
         self.emptied.push(slot);
     }
 
-    /// Add a segment of tombstones that was closed, and that is in the set. A dead record that it speaks of is in a segment before
-    /// `before`.
+    /// Adds a sealed segment of tombstones, which is in the set. All dead records of its ids are in segments with
+    /// serials below `before`.
     pub(crate) fn add_tombstones(&mut self, segment: Arc<Segment>, before: u64) {
         self.tombstones.push(TombstoneSegment { segment, before });
     }
 
-    /// Let go of sealed segments without live rows, and then of tombstones that nothing needs any more.
+    /// Removes sealed segments without live rows, and then tombstones that are not needed.
     pub(crate) fn reap(&mut self) {
         if self.emptied.is_empty() {
             return;
@@ -146,7 +149,7 @@ impl CurrentSegments {
         self.emptied = kept;
     }
 
-    /// Let go of tombstones that nothing needs any more.
+    /// Removes tombstones that are not needed.
     pub(crate) fn prune_tombstones(&mut self) {
         if self.tombstones.is_empty() {
             return;
@@ -162,7 +165,7 @@ impl CurrentSegments {
         }
     }
 
-    /// The tombstones in numbers.
+    /// Statistics of the tombstones.
     pub(crate) fn tombstones(&self) -> TombstoneCounts {
         TombstoneCounts {
             segments: self.tombstones.len(),
@@ -171,7 +174,7 @@ impl CurrentSegments {
         }
     }
 
-    /// Let go of every segment.
+    /// Removes every segment.
     pub(crate) fn clear(&mut self) {
         self.emptied.clear();
         self.tombstones.clear();
@@ -188,7 +191,7 @@ impl CurrentSegments {
     }
 }
 
-/// Whether a segment without live records can go: its file is complete and no scan is to come to it.
+/// True if a segment without live records can be removed: its file is complete and no scan will read it.
 fn is_removable(segment: &Segment) -> bool {
     segment.sealed().is_some() && !segment.has_pending_scans()
 }

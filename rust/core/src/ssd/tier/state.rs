@@ -1,6 +1,7 @@
-//! What changes under a tier's lock: the index, the segments that it points into, and what counts them.
+//! The data under a tier's lock: the index, the segments that it points into, and their counters.
 //!
-//! Its operations keep these together. Where a record dies, [`TierState::count_dead`] is called before the lock is given up.
+//! Its operations keep these consistent. After records become dead, [`TierState::count_dead`] must be called before the
+//! lock is released.
 
 use std::sync::Arc;
 
@@ -31,21 +32,21 @@ pub(crate) struct TierState {
     next_seq: u64,
     /// The next segment's serial.
     next_serial: u64,
-    /// No record has more than this, but for `write_seq`.
+    /// Maxima of all records, except `write_seq`.
     highest: RecordMaxima,
-    /// Segments whose rows compaction is moving now.
+    /// Number of segments whose rows compaction is moving.
     moving: u32,
     /// See [`HotnessClasses::after_rewrite`].
     dither: f32,
     closed: bool,
-    /// The moment whose rows are being read, if there is one.
+    /// The snapshot whose rows are being read, if there is one.
     snapshot: Option<SsdSnapshotState>,
-    /// What the scans under way have still to find.
+    /// The tallies of the scans in progress.
     tallies: Vec<Arc<ScanTally>>,
 }
 
 impl TierState {
-    /// The state of an empty tier. `index` is empty too.
+    /// Creates the state of an empty tier. `index` is empty too.
     pub(crate) fn new(index: TagIndex) -> Self {
         Self {
             index,
@@ -63,7 +64,8 @@ impl TierState {
         }
     }
 
-    /// The state of a tier that `segments` hold, to whose records `index` points. None has a larger `write_seq` or epoch than these.
+    /// Creates the state of a tier with `segments`, to whose records `index` points, and with these maxima of
+    /// `write_seq` and epoch.
     pub(crate) fn restored(
         index: TagIndex,
         segments: &[Arc<Segment>],
@@ -86,28 +88,28 @@ impl TierState {
         state
     }
 
-    /// Take over the states that a resume found, oldest first.
+    /// Adopts the states that a resume found, oldest first.
     pub(crate) fn resume(&mut self, states: PublishedStates) {
         let named: Vec<Arc<Segment>> = states.segments().cloned().collect();
         self.reserve_serials(&named);
         self.states = states;
     }
 
-    /// Give no segment the serial of one of these.
+    /// Excludes the serials of these segments for new segments.
     fn reserve_serials(&mut self, segments: &[Arc<Segment>]) {
         let next = segments.iter().map(|segment| segment.serial + 1).max();
         self.next_serial = self.next_serial.max(next.unwrap_or(0));
     }
 
-    // ---- looking
+    // ---- reading
 
-    /// Where the newest record of each id is.
+    /// The index, with the location of the latest record of each id.
     #[inline]
     pub(crate) fn index(&self) -> &TagIndex {
         &self.index
     }
 
-    /// Rows here.
+    /// Number of rows in this tier.
     pub(crate) fn rows(&self) -> u64 {
         self.index.len() as u64
     }
@@ -128,7 +130,7 @@ impl TierState {
         &self.states
     }
 
-    /// The moment whose rows are being read, if there is one.
+    /// The snapshot whose rows are being read, if there is one.
     pub(crate) fn snapshot(&self) -> Option<&SsdSnapshotState> {
         self.snapshot.as_ref()
     }
@@ -138,28 +140,28 @@ impl TierState {
         self.next_seq
     }
 
-    /// The next record has no more than this. It has more only where the tier was told so ([`TierState::raise_highest`]).
+    /// Maxima of the records, including the next one, unless [`TierState::raise_highest`] raises them.
     #[inline]
     pub(crate) fn highest(&self) -> RecordMaxima {
         RecordMaxima { write_seq: self.next_seq, ..self.highest }
     }
 
-    /// Widths of the heads of rows' records that are written now. They never become less.
+    /// Widths of the heads of new rows' records. They never decrease.
     pub(crate) fn widths(&self) -> HeadWidths {
         HeadWidths::of_rows(&self.highest())
     }
 
-    /// Segments whose rows compaction is moving now.
+    /// Number of segments whose rows compaction is moving.
     pub(crate) fn moving(&self) -> u32 {
         self.moving
     }
 
-    /// Whether the tier is closed.
+    /// True if the tier is closed.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed
     }
 
-    /// The classes of rows, `count` of them, for as many rows as there are now.
+    /// Returns the `count` hotness groups for the present number of rows.
     pub(crate) fn hotness_classes(&self, count: u8) -> HotnessClasses {
         HotnessClasses { count, rows: self.rows() }
     }
@@ -175,7 +177,7 @@ impl TierState {
         retained.iter().map(|segment| segment.held_bytes()).sum()
     }
 
-    /// Whether `stream` has no open segment with room for one more record.
+    /// True if `stream` has no open segment with space for one more record.
     #[inline]
     pub(crate) fn is_full(&self, stream: SegmentStream) -> bool {
         self.open.get(stream).is_none_or(|open| open.is_full(&self.highest()))
@@ -183,44 +185,44 @@ impl TierState {
 
     // ---- records
 
-    /// Have memory for `more` ids that are not here yet.
+    /// Reserves memory for `more` new ids.
     ///
-    /// Errors: `Kind::Memory`, and nothing has changed.
+    /// Errors: `Kind::Memory`, without any change.
     pub(crate) fn reserve(&mut self, more: usize) -> Result<()> {
         self.index.reserve(more)
     }
 
-    /// Take `records` numbers for records; the first of them.
+    /// Takes `records` sequence numbers. Returns the first of them.
     pub(crate) fn take_seqs(&mut self, records: u64) -> u64 {
         let first = self.next_seq;
         self.next_seq += records;
         first
     }
 
-    /// The next of a series that is spread evenly over 0 to 1: multiples of the golden ratio.
+    /// Returns the next element of a series that is evenly distributed over 0 to 1: multiples of the golden ratio.
     pub(crate) fn next_dither(&mut self) -> f32 {
         self.dither = (self.dither + 0.618_034).fract();
         self.dither
     }
 
-    /// Rows that have no more than this are about to be written.
+    /// Raises the maxima before rows up to these maxima are written.
     pub(crate) fn raise_highest(&mut self, rows: RecordMaxima) {
         self.highest = self.highest.max(rows);
     }
 
-    /// How many more records the open segment of `stream` takes; 0 where there is none.
+    /// Number of further records that fit the open segment of `stream`; 0 if there is none.
     pub(crate) fn records_left(&self, stream: SegmentStream) -> usize {
         self.open.get(stream).map_or(0, |open| open.records_left(&self.highest()))
     }
 
-    /// Write a row's record to a stream that has room, and return where it is. The index does not point there yet: see
-    /// [`TierState::point_to`].
+    /// Writes a row's record to a stream that has space, and returns its location. The index does not point there yet:
+    /// see [`TierState::point_to`].
     #[inline]
     pub(crate) fn write_row(&mut self, stream: SegmentStream, row: NewRecord<'_>) -> RecordLocation {
         self.open.get_mut(stream).expect("just made ready").write_row(row)
     }
 
-    /// As [`TierState::write_row`], of a copy of the live record `number` of `victim`, which was checked.
+    /// Like [`TierState::write_row`], for a copy of the verified live record `number` of `victim`.
     pub(crate) fn copy_row(
         &mut self,
         stream: SegmentStream,
@@ -230,8 +232,8 @@ impl TierState {
         self.open.get_mut(stream).expect("just made ready").copy_row(row, source)
     }
 
-    /// Point the index to records that were written. `found` is what the index had for each id, where an older version of it is `known` to be
-    /// here; else it is not here.
+    /// Points the index to written records. `found` has the lookup result of each id with a `known` older version in
+    /// the tier; other ids are absent.
     pub(crate) fn point_to(
         &mut self,
         rows: impl Iterator<Item = (Id, bool)> + Clone,
@@ -252,13 +254,14 @@ impl TierState {
         }
     }
 
-    /// Whether the index, which had this for an id, points to its record number `number` of `victim`.
+    /// True if the index points to record number `number` of `victim` for an id with the lookup result `found`.
     #[inline]
     pub(crate) fn is_live(&mut self, id: Id, found: &TagMatch, (victim, number): (&Segment, u32)) -> bool {
         self.index.is_match_at(id, found, victim.location(number))
     }
 
-    /// Remove an id, and write its tombstone to the open segment of tombstones, which has room; whether the id was here.
+    /// Removes an id, and writes its tombstone to the open segment of tombstones, which has space. Returns true if the
+    /// id was present.
     pub(crate) fn write_tombstone(&mut self, id: Id) -> bool {
         if !self.remove_without_tombstone(id) {
             return false;
@@ -273,7 +276,7 @@ impl TierState {
         true
     }
 
-    /// Remove an id without a tombstone; whether it was here.
+    /// Removes an id without a tombstone. Returns true if it was present.
     pub(crate) fn remove_without_tombstone(&mut self, id: Id) -> bool {
         let location = self.index.remove(id);
         if let Some(location) = location {
@@ -282,7 +285,7 @@ impl TierState {
         location.is_some()
     }
 
-    /// The record at `location` is no longer the newest of its id.
+    /// Marks the record at `location`, which is not the latest of its id.
     #[inline]
     fn mark_dead(&mut self, location: RecordLocation) {
         if let Some(moment) = &mut self.snapshot {
@@ -292,16 +295,16 @@ impl TierState {
         self.segments.mark_dead(location);
     }
 
-    /// Count the records that died since the last call.
+    /// Counts the records that became dead since the last call.
     pub(crate) fn count_dead(&mut self) {
         self.segments.count_dead();
     }
 
-    /// Forget all rows.
+    /// Removes all rows.
     pub(crate) fn clear(&mut self) {
         self.index.clear();
         self.tallies.drain(..).for_each(|tally| tally.end());
-        // The writers find that nobody names the segments any more, and give their buffers back.
+        // The writers find that the segments are unreferenced, and return their buffers.
         for stream in SegmentStream::all() {
             if let Some(open) = self.open.take(stream) {
                 open.abandon();
@@ -312,19 +315,20 @@ impl TierState {
 
     // ---- segments
 
-    /// The serial of a segment of `stream` that is to be opened now, the widths of its records' heads, and the `write_seq` of the first one.
+    /// The serial of the next segment of `stream`, the widths of its records' heads, and the `write_seq` of its first
+    /// record.
     pub(crate) fn next_segment(&self, stream: SegmentStream) -> (u64, HeadWidths, u64) {
         (self.next_serial, OpenSegment::widths_for(stream.content(), &self.highest()), self.next_seq)
     }
 
-    /// Add an open segment, which has the serial of [`TierState::next_segment`].
+    /// Adds an open segment with the serial of [`TierState::next_segment`].
     pub(crate) fn add_open(&mut self, stream: SegmentStream, open: OpenSegment) {
         self.next_serial += 1;
         self.segments.add(open.segment().clone());
         self.open.put(stream, open);
     }
 
-    /// Whether `stream` has an open segment with room. One that is full is closed.
+    /// True if `stream` has an open segment with space. Seals a full one.
     pub(crate) fn has_writable_segment(&mut self, stream: SegmentStream) -> bool {
         if self.is_full(stream) {
             self.seal(stream);
@@ -332,7 +336,7 @@ impl TierState {
         self.open.get(stream).is_some()
     }
 
-    /// Close the open segment of a stream. The writers finish it.
+    /// Seals the open segment of a stream. The writers complete it.
     pub(crate) fn seal(&mut self, stream: SegmentStream) {
         let Some(open) = self.open.take(stream) else { return };
         let segment = open.seal();
@@ -343,15 +347,15 @@ impl TierState {
         }
     }
 
-    /// Close all open segments.
+    /// Seals all open segments.
     pub(crate) fn seal_all(&mut self) {
         for stream in SegmentStream::all() {
             self.seal(stream);
         }
     }
 
-    /// The stream of an open segment that holds dead rows, or that takes no more because the heads of records that are written now are
-    /// wider. Among several, that of the rows that are rewritten least often comes first.
+    /// Returns the stream of an open segment that has dead rows, or that is full because the heads of new records are
+    /// wider. Among several, prefers that of the rows that are rewritten least often.
     pub(crate) fn open_stream_holding_space(&self) -> Option<SegmentStream> {
         let highest = self.highest();
         let is_in_the_way = |open: &OpenSegment| {
@@ -362,41 +366,41 @@ impl TierState {
         streams.find(|stream| self.open.get(*stream).is_some_and(is_in_the_way))
     }
 
-    /// Hand in the buffers of open segments, so that none that is half filled is kept.
+    /// Submits the buffers of open segments, so that no half-filled one is kept.
     pub(crate) fn spill(&mut self) {
         self.open.spill();
     }
 
-    /// Let go of segments without live rows, and of tombstones that nothing needs any more.
+    /// Removes segments without live rows, and tombstones that are not needed.
     pub(crate) fn reap(&mut self) {
         self.segments.reap();
     }
 
-    /// Let go of tombstones that nothing needs any more.
+    /// Removes tombstones that are not needed.
     pub(crate) fn prune_tombstones(&mut self) {
         self.segments.prune_tombstones();
     }
 
-    /// Close the open segments; the current set, the last `write_seq` in it, and its rows.
+    /// Seals the open segments. Returns the current set, the last `write_seq` in it, and its number of rows.
     pub(crate) fn seal_current_set(&mut self) -> (Vec<Arc<Segment>>, u64, u64) {
         self.seal_all();
         self.reap();
         (self.segments.iter().cloned().collect(), self.next_seq - 1, self.rows())
     }
 
-    /// Compaction begins to move the rows of a segment.
+    /// Marks a segment as being moved by compaction.
     pub(crate) fn begin_moving(&mut self, segment: &Segment) {
         self.moving += 1;
         segment.set_moving(true);
     }
 
-    /// Compaction has ended to move the rows of a segment.
+    /// Ends [`TierState::begin_moving`].
     pub(crate) fn end_moving(&mut self, segment: &Segment) {
         self.moving -= 1;
         segment.set_moving(false);
     }
 
-    /// Close the tier: nothing is written any more.
+    /// Closes the tier, which ends all writes.
     pub(crate) fn close(&mut self) {
         self.closed = true;
         self.seal_all();
@@ -404,47 +408,47 @@ impl TierState {
 
     // ---- published states
 
-    /// A state was published.
+    /// Adds a newly published state.
     pub(crate) fn add_state(&mut self, published: PublishedState) {
         self.states.add(published);
     }
 
-    /// The oldest state is about to be given up for room.
+    /// Records that the oldest state is about to be discarded for space.
     pub(crate) fn mark_oldest_dropped(&mut self) {
         self.states.mark_oldest_dropped();
     }
 
-    /// Let go of the state at `position`, oldest first. Its file is gone from the disk, durably.
+    /// Removes the state at `position`, oldest first. Its file has been removed durably.
     pub(crate) fn remove_state(&mut self, position: usize) {
         self.states.remove(position);
     }
 
-    // ---- scans and the moment
+    // ---- scans and snapshots
 
-    /// Hold the moment of now. None is held.
+    /// Starts a snapshot. There must be none.
     pub(crate) fn begin_snapshot(&mut self, snapshot: SsdSnapshotState) {
         debug_assert!(self.snapshot.is_none(), "one moment is held at a time");
         self.snapshot = Some(snapshot);
     }
 
-    /// Let go of the moment.
+    /// Ends the snapshot.
     pub(crate) fn end_snapshot(&mut self) -> Option<SsdSnapshotState> {
         self.snapshot.take()
     }
 
-    /// The rows of a segment were read for the moment of `unread`, or cannot be.
+    /// Marks a segment as read for the snapshot of `unread`, even after a failed read.
     pub(crate) fn end_snapshot_read(&mut self, unread: &Arc<UnreadSegments>, slot: u32) {
         if let Some(moment) = &mut self.snapshot {
             moment.end_read(unread, slot);
         }
     }
 
-    /// A scan begins; every record that dies is taken off its tally.
+    /// Registers a scan's tally. Every record that becomes dead is subtracted from it.
     pub(crate) fn begin_scan(&mut self, tally: Arc<ScanTally>) {
         self.tallies.push(tally);
     }
 
-    /// A scan has ended.
+    /// Unregisters a scan's tally.
     pub(crate) fn end_scan(&mut self, tally: &Arc<ScanTally>) {
         self.tallies.retain(|other| !Arc::ptr_eq(other, tally));
     }

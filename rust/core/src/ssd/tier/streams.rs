@@ -1,4 +1,4 @@
-//! The open segments of a tier: one for each class of rows, and one for tombstones.
+//! The open segments of a tier: one per hotness group, and one for tombstones.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::ssd::format::segment::SegmentContent;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::open::OpenSegment;
 
-/// Which open segment a record goes to: that of its class of rows (see `classes`), or that of tombstones.
+/// The destination of a record: the open segment of its hotness group (see `classes`), or that of tombstones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SegmentStream {
     Rows(u8),
@@ -17,12 +17,12 @@ pub(crate) enum SegmentStream {
 impl SegmentStream {
     const COUNT: usize = MAX_HOTNESS_CLASSES as usize + 1;
 
-    /// Every stream.
+    /// Iterates over every stream.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         Self::of_rows().chain([Self::Tombstones])
     }
 
-    /// The streams of rows, by class.
+    /// The streams of rows, by hotness group.
     pub(crate) fn of_rows() -> impl DoubleEndedIterator<Item = Self> {
         (0..MAX_HOTNESS_CLASSES).map(Self::Rows)
     }
@@ -82,12 +82,12 @@ impl OpenSegments {
         self.0[..MAX_HOTNESS_CLASSES as usize].iter().flatten()
     }
 
-    /// The one that is `segment`, if that is open.
+    /// The open segment that is `segment`, if that is open.
     pub(crate) fn find(&self, segment: &Arc<Segment>) -> Option<&OpenSegment> {
         self.iter().find(|open| Arc::ptr_eq(open.segment(), segment))
     }
 
-    /// Hand in their buffers, so that none that is half filled is kept.
+    /// Submits their buffers, so that no half-filled one is kept.
     pub(crate) fn spill(&mut self) {
         self.0.iter_mut().flatten().for_each(OpenSegment::spill);
     }

@@ -1,41 +1,43 @@
-//! Scans that end for others. Whoever takes the rows of a scan may keep it waiting, and then the files that it keeps make no room.
+//! Cancellable scans. A slow consumer may block a scan, and then the files that it pins cannot be removed; under space
+//! pressure the scan is cancelled.
 
 use std::sync::Arc;
 
 use crate::sync::{Mutex, lock};
 
-/// Takes the rows of a scan, and may keep it waiting for as long as it likes.
+/// Consumes the rows of a scan, and may block it indefinitely.
 pub trait ScanConsumer: std::fmt::Debug + Send + Sync {
-    /// End the scan if it is kept waiting now; whether it is. It waits for nobody, because the tier's lock is held.
+    /// Cancels the scan if it is blocked. Returns true if it was blocked. Must not wait, because the tier's lock is
+    /// held.
     fn cancel_if_waiting(&self) -> bool;
 }
 
-/// Who takes the rows of scans that are under way.
+/// The consumers of scans in progress.
 #[derive(Debug, Default)]
 pub(crate) struct ScanConsumers(Mutex<Vec<Arc<dyn ScanConsumer>>>);
 
-/// A taker on the list. Dropping it takes it off.
+/// Registration of a consumer. Dropping it unregisters the consumer.
 pub(crate) struct ScanConsumerGuard<'a> {
     consumers: &'a ScanConsumers,
     consumer: &'a Arc<dyn ScanConsumer>,
 }
 
 impl ScanConsumers {
-    /// Add a taker for as long as its scan is under way.
+    /// Registers a consumer for the duration of its scan.
     pub(crate) fn register<'a>(&'a self, consumer: &'a Arc<dyn ScanConsumer>) -> ScanConsumerGuard<'a> {
         lock(&self.0).push(Arc::clone(consumer));
         ScanConsumerGuard { consumers: self, consumer }
     }
 
-    /// How many there are.
+    /// Number of consumers.
     pub(crate) fn len(&self) -> usize {
         lock(&self.0).len()
     }
 
-    /// End the scans that are kept waiting; whether there are any. They let go of their files soon.
+    /// Cancels the blocked scans, which release their files soon. Returns true if there are any.
     pub(crate) fn cancel_waiting(&self) -> bool {
         let takers = lock(&self.0).clone();
-        // Every one is asked: `any` would stop at the first.
+        // Every consumer must be called: `any` would stop at the first.
         takers.iter().filter(|taker| taker.cancel_if_waiting()).count() > 0
     }
 }

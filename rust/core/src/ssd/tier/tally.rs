@@ -1,14 +1,15 @@
-//! What a scan has still to find: the live records of each segment, which are counted when it begins.
+//! Counts the live records of each segment that a scan has still to find.
 //!
-//! The index keeps no ids, so a scan learns them from the records. A record whose id is damaged therefore looks like a dead one. So the
-//! live records that a scan finds in a segment are compared with the number that the tier counts there. Fewer are damage.
+//! The index does not store ids, so a scan reads them from the records. A record with a corrupted id therefore looks
+//! like a dead one. So the number of live records that a scan finds in a segment is compared with the tier's count.
+//! Fewer are corruption.
 
 use crate::ssd::index::RecordLocation;
 use crate::ssd::segment::part::SegmentPart;
 use crate::sync::{AtomicBool, AtomicU32, Ordering};
 
-/// What one scan has still to find. It changes under the tier's lock only: held to write when a record dies, held to read when the scan
-/// finds records.
+/// The records that one scan has still to find. It changes only under the tier's lock: held for writing when a record
+/// becomes dead, held for reading when the scan finds records.
 #[derive(Debug)]
 pub(crate) struct ScanTally {
     /// By segment number.
@@ -20,14 +21,14 @@ pub(crate) struct ScanTally {
 struct ScanTallyCounts {
     /// Records of the segment that the scan reads.
     records: u32,
-    /// The record that the scan comes to next.
+    /// The next record of the scan.
     next: AtomicU32,
     /// Live records that the scan has not found yet.
     remaining: AtomicU32,
 }
 
 impl ScanTally {
-    /// The tally of a scan of `parts`. To be called under the tier's lock.
+    /// Creates the tally of a scan of `parts`. Must be called under the tier's lock.
     pub(crate) fn of(parts: &[SegmentPart]) -> Self {
         let mut segments: Vec<Option<ScanTallyCounts>> = Vec::new();
         for SegmentPart { segment, records } in parts {
@@ -45,7 +46,7 @@ impl ScanTally {
         self.segments.get(slot as usize).and_then(Option::as_ref)
     }
 
-    /// The index no longer points to this record.
+    /// Subtracts a record that the index does not point to.
     pub(crate) fn remove_dead(&self, location: RecordLocation) {
         if let Some(counts) = self.counts(location.segment)
             && (counts.next.load(Ordering::Relaxed)..counts.records).contains(&location.record)
@@ -54,7 +55,7 @@ impl ScanTally {
         }
     }
 
-    /// The scan has looked at all records of a segment before `next`, and found `live` more live ones.
+    /// Records that the scan has read all records of a segment before `next`, and found `live` more live ones.
     pub(crate) fn add_found(&self, slot: u32, next: u32, live: u32) {
         if let Some(counts) = self.counts(slot) {
             counts.next.store(next, Ordering::Relaxed);
@@ -62,13 +63,13 @@ impl ScanTally {
         }
     }
 
-    /// Live records of a segment that were not found, once the scan has looked at all of its records.
+    /// Number of a segment's live records that were not found, once the scan has read all of its records.
     pub(crate) fn missing(&self, slot: u32) -> u32 {
         let left = self.counts(slot).map_or(0, |counts| counts.remaining.load(Ordering::Relaxed));
         if self.ended.load(Ordering::Relaxed) { 0 } else { left }
     }
 
-    /// All rows were forgotten, and nothing is left to be found.
+    /// Ends the tally when all rows are removed, so that nothing is missing.
     pub(crate) fn end(&self) {
         self.ended.store(true, Ordering::Relaxed);
     }

@@ -1,18 +1,18 @@
-//! Where a walk over the segments of rows stopped.
+//! The position of a pass over the segments of rows.
 
 use crate::types::Id;
 
-/// A walk over the segments of rows by rising serial, which goes on where it stopped. So the footer of a segment is read once for all of
-/// its records, however many calls look at them.
+/// A pass over the segments of rows by ascending serial, which continues where it stopped. So the footer of a segment
+/// is read only once, even if many calls process its records.
 #[derive(Debug, Default)]
 pub(crate) struct SegmentCursor {
-    /// Serial of the segment that the walk is at.
+    /// Serial of the current segment.
     pub(crate) serial: u64,
-    /// Those of its records that were live and are still to be looked at. The next one is the last here.
+    /// Its records that were live and are still to be processed. The next one is the last here.
     pub(crate) remaining: Vec<CursorRecord>,
 }
 
-/// A record that a walk has still to look at.
+/// A record that a pass has still to process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CursorRecord {
     pub(crate) id: Id,

@@ -1,4 +1,4 @@
-//! Rows that come into the tier.
+//! Appends rows to the tier.
 
 use std::sync::Arc;
 
@@ -22,16 +22,16 @@ use crate::ssd::work::remove::remove_without_tombstones;
 use crate::sync::Ordering;
 use crate::types::Id;
 
-/// The most bytes of records that are written while the tier's lock is held once.
+/// Maximum bytes of records that are written while the tier's lock is held once.
 const MAX_BYTES_PER_LOCK: usize = 1 << 20;
 
 /// Records of rows that are being appended, and are in no segment yet.
 struct AppendRecords {
     bytes: Vec<u8>,
     hotness: Vec<u8>,
-    /// What the index had for each id where an older version of it is known to be in the tier.
+    /// Lookup results of the ids with an older version in the tier.
     matches: Vec<TagMatch>,
-    /// `write_seq` of the first one. Those of the others follow.
+    /// `write_seq` of the first record. Those of the others follow.
     first_seq: u64,
     /// Widths of their heads.
     widths: HeadWidths,
@@ -55,13 +55,13 @@ pub(crate) fn append(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool])
     check_memory(tier, rows.len(), tier.context.sizing.row_bytes)?;
     let mut done = 0;
     append_all(tier, rows, known, &mut done).inspect_err(|_| {
-        // What the caller does not know of as being here is not here.
+        // Rows that the caller does not know to be present must not be present.
         let new = rows[..done].iter().zip(known).filter(|(_, known)| !**known);
         remove_without_tombstones(tier, &new.map(|(row, _)| row.header.id).collect::<Vec<Id>>());
     })
 }
 
-/// Append rows, of which `done` are done.
+/// Appends rows. Increases `done` by their number, even on an error.
 fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: &mut usize) -> Result<()> {
     let at_once = (MAX_BYTES_PER_LOCK / tier.context.sizing.row_bytes).clamp(1, MAX_RECORDS_PER_LOCK);
     let (mut records, dither) = begin_append(tier, rows);
@@ -76,7 +76,7 @@ fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: 
             }
             let mut state = tier.state();
             if state.widths() != records.widths {
-                // Somebody else has written what takes wider heads.
+                // Another thread has written rows that need wider heads.
                 records.widths = state.widths();
                 drop(state);
                 encode(tier, rows, &mut records);
@@ -101,7 +101,7 @@ fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: 
     Ok(())
 }
 
-/// Begin to append rows: the records for the first of them, and the dither for their classes.
+/// Starts an append: returns the records for the first rows, and the dither for their hotness groups.
 fn begin_append(tier: &TierInner, rows: &[RowRef<'_>]) -> (AppendRecords, f32) {
     let highest = RecordMaxima::of_rows(rows.iter().map(|row| row.header));
     let mut state = tier.state();
@@ -128,14 +128,14 @@ fn record_bytes(tier: &TierInner, widths: HeadWidths) -> usize {
     tier.context.schema.record_bytes(SegmentContent::Rows, widths)
 }
 
-/// Make the records of rows. The tier's lock is not held meanwhile.
+/// Encodes the records of rows, without the tier's lock.
 fn encode(tier: &TierInner, rows: &[RowRef<'_>], records: &mut AppendRecords) {
     let AppendRecords { bytes, widths, first_seq, .. } = records;
     bytes.resize(rows.len() * record_bytes(tier, *widths), 0);
     encode_rows(bytes, rows, &tier.layout, (*widths, *first_seq));
 }
 
-/// Decide the classes of rows. The tier's lock is held only to look up where older versions are.
+/// Chooses the hotness groups of rows. Holds the tier's lock only to look up older versions.
 fn choose_hotness(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool], dither: f32, records: &mut AppendRecords) {
     records.hotness.clear();
     records.hotness.resize(rows.len(), HotnessClasses::for_new_row());
@@ -151,7 +151,7 @@ fn choose_hotness(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool], dither:
             older.map(|(found, known)| found.location().filter(|_| *known)).collect();
         let of_segment = |segment: &Segment| (segment.hotness.min(classes.count - 1), segment.mean_seq());
         let slots = state.segments().slots();
-        // Where there are fewer segments than rows, each is looked at once.
+        // If there are fewer segments than rows, each is read once.
         let all: Vec<(u8, u64)> = if slots <= rows.len() {
             let in_slot = |slot| state.segments().in_slot(slot as u32).map_or((0, 0), |segment| of_segment(segment));
             (0..slots).map(in_slot).collect()
@@ -169,7 +169,7 @@ fn choose_hotness(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool], dither:
     }
 }
 
-/// Take rows from number `first` on, as long as there is room in the open segments or for new ones; how many.
+/// Writes rows from number `first` on, as long as the open segments or new ones have space. Returns their number.
 fn append_some(
     tier: &TierInner,
     state: &mut TierState,

@@ -1,12 +1,14 @@
-//! Rows that die by a rule of their own columns, a slice of them a call.
+//! Expires rows by a rule of their own columns, a slice per call.
 //!
-//! A burial goes through the segments of rows by rising serial. Segments all of whose rows die come before all others, because their files
-//! go then, and with them the room that tombstones take. Meanwhile rows come into open segments, new ones and ones that compaction
-//! moves, also into segments that the burial has passed. So it notes how many records of each open segment it has looked at, and comes back
-//! to those that follow. A row is therefore looked at wherever it is moved to, and when nothing is left none was missed.
+//! An expiry pass visits the segments of rows by ascending serial. Segments whose rows all expire come first, because
+//! their files are removed then, which frees the space for tombstones. Concurrently rows are written to open segments,
+//! new ones and ones that compaction moves, also to segments that the pass has visited. So it records the number of
+//! visited records of each open segment, and later visits those that follow. A row is therefore visited even if it is
+//! moved, and a finished pass has missed none.
 //!
-//! Footers know the last steps of their rows. So a segment whose rows were all trained after the rule's step is not looked at, and where
-//! the step alone decides only footers are read. A few footers have no room for last steps; the records of their segments are read.
+//! Footers contain the last steps of their rows. So a segment whose rows were all trained after the rule's step is
+//! skipped, and if the rule depends only on the step, only footers are read. A few footers have no space for last
+//! steps; the records of their segments are read.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -25,21 +27,21 @@ use crate::ssd::work::remove::remove_where;
 use crate::ssd::work::walk::{entries_of, is_still_at, live_segments, move_to, segment_at};
 use crate::types::Id;
 
-/// Reading so many entries of a footer costs about as much as looking at a record.
+/// Reading this many entries of a footer costs about as much as visiting a record.
 const ENTRIES_PER_RECORD: usize = 16;
-/// Reading a footer, however short, costs at least as much as looking at so many records.
+/// Reading a footer, however short, costs at least as much as visiting this many records.
 const RECORDS_PER_FOOTER: usize = 64;
 
-/// Which rows die.
+/// The rule that selects expired rows.
 #[derive(Clone, Copy)]
 pub struct SsdExpiryRule<'a> {
-    /// Rows that were trained after this step live.
+    /// Rows that were trained after this step do not expire.
     pub last_step: u64,
-    /// Decides about the others by their header and vector part, and says true for those that die. With `None` all of them die.
+    /// Returns true for the others that expire, by their header and vector part. With `None` all of them expire.
     pub row_predicate: Option<&'a RowExpiryPredicate<'a>>,
 }
 
-/// Says of a row, by its header and vector part, whether it dies.
+/// Returns true if a row with this header and vector part expires.
 pub type RowExpiryPredicate<'a> = dyn Fn(&RowHeader, &[f32]) -> bool + 'a;
 
 impl std::fmt::Debug for SsdExpiryRule<'_> {
@@ -49,41 +51,41 @@ impl std::fmt::Debug for SsdExpiryRule<'_> {
     }
 }
 
-/// Where a burial stopped. The default is its beginning. The rule of a call takes all rows that the rule of the call before takes, except
-/// those that were written since.
+/// The position of an expiry pass. The default is its start. The rule of a call must match all rows that the rule of
+/// the previous call matches, except those that were written since.
 #[derive(Debug, Default)]
 pub struct SsdExpiryCursor {
-    /// Whether all records are to be come to once more when this walk has come to its end.
+    /// If true, another pass over all records follows this one.
     has_next_pass: bool,
     position: SegmentCursor,
-    /// The highest serial of a segment that the burial has come to in its turn.
+    /// The highest serial of a segment visited in order.
     highest_serial: u64,
-    /// Serials of segments that the burial has come to before their turn, because all of their rows die. No row comes into them any more.
+    /// Serials of segments that were visited out of order, because all of their rows expire. They are sealed.
     fully_expired: HashSet<u64>,
-    /// Segments that were open when the burial came to them.
+    /// Segments that were open when they were visited.
     visited_open: Vec<VisitedSegment>,
-    /// Whether it is known of the records ahead that they die, because their entries say it.
+    /// If true, the entries of all remaining records show that they expire.
     all_expired: bool,
 }
 
-/// A segment that was open when a burial came to it.
+/// A segment that was open when an expiry pass visited it.
 #[derive(Clone, Copy, Debug)]
 struct VisitedSegment {
     serial: u64,
-    /// The burial has come to so many of its records.
+    /// Number of its records that were visited.
     records: u32,
 }
 
-/// What a call of a burial has done.
+/// Result of one call of an expiry pass.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SsdExpiredRows {
-    /// The rows that are gone, each with the `modified_epoch` that it had.
+    /// The removed rows, each with its last `modified_epoch`.
     pub rows: Vec<(Id, u32)>,
-    /// Whether no row was left that dies, except those that had to stay.
+    /// True if no expired row is left, except those that had to stay.
     pub finished: bool,
 }
 
-/// See [`SsdTier::bury`](crate::ssd::SsdTier::bury).
+/// See [`SsdTier::expire`](crate::ssd::SsdTier::expire).
 pub(crate) fn expire(
     tier: &Arc<TierInner>,
     cursor: &mut SsdExpiryCursor,
@@ -95,16 +97,17 @@ pub(crate) fn expire(
     let mut rows = Vec::new();
     match expire_into(tier, cursor, (rule, keep), max_records, &mut rows, on_evicted) {
         Ok(finished) => Ok(SsdExpiredRows { rows, finished }),
-        // Whoever asked must know which rows are gone. The error comes again with the next call.
+        // The caller must know the removed rows. The next call returns the error.
         Err(_) if !rows.is_empty() => Ok(SsdExpiredRows { rows, finished: false }),
         Err(error) => Err(error),
     }
 }
 
-/// Look at records, and put the rows that are gone into `rows`; whether none is left to be looked at.
+/// Visits records, and adds the removed rows to `rows`. Returns true if none is left to be visited.
 ///
-/// It looks at `max_records` records at most, or at one, and reads the footers of so many segments: those of `max_records / RECORDS_PER_FOOTER` segments at
-/// most, which have `max_records * ENTRIES_PER_RECORD` entries at most, and one more. One footer is read as a whole.
+/// It visits at most `max_records` records, but at least one, and reads the footers of at most
+/// `max_records / RECORDS_PER_FOOTER` segments with at most `max_records * ENTRIES_PER_RECORD` entries, and one more. A
+/// footer is always read completely.
 fn expire_into(
     tier: &Arc<TierInner>,
     cursor: &mut SsdExpiryCursor,
@@ -135,7 +138,7 @@ fn expire_into(
         let ids: Vec<Id> = dead.iter().map(|at| at.id).collect();
         let mut copies = on_evicted.as_ref().map(|_| EvictedRowCopies::read(tier, &segment, &dead)).transpose()?;
         let place = (segment.slot, segment.serial);
-        // Whoever waits for room must not keep a file whose going is to make it.
+        // A thread that waits for free space must not pin a file whose removal would free it.
         drop(segment);
         let gone = |at: usize| {
             rows.push((dead[at].id, dead[at].modified_epoch));
@@ -148,13 +151,13 @@ fn expire_into(
             copies.deliver(tier.layout.vector_floats(), tell);
         }
         forgotten?;
-        // After an error these are looked at again.
+        // After an error these are visited again.
         ahead.truncate(rest);
     }
     Ok(false)
 }
 
-/// Those of the records `candidates` of a segment, in the order of the file, whose rows are live and die.
+/// Returns those of the records `candidates` of a segment, in the order of the file, whose rows are live and expire.
 fn expired_records(
     tier: &TierInner,
     segment: &Arc<Segment>,
@@ -182,17 +185,17 @@ fn expired_records(
     Ok(dead)
 }
 
-/// What a burial comes to next.
+/// The next step of an expiry pass.
 enum SsdExpiryStep {
-    /// This segment, with records ahead.
+    /// This segment has records to be visited.
     Segment(Arc<Segment>),
-    /// It has not been found out: so many footers were read that it is another call's turn.
+    /// The call has read its limit of footers, and a later call must continue.
     Yield,
-    /// It has come to all records.
+    /// All records were visited.
     Done,
 }
 
-/// What a burial comes to next. What it costs to read footers is taken off `budget`.
+/// Finds the next step of an expiry pass. Subtracts the cost of reading footers from `budget`.
 fn next_segment(
     tier: &TierInner,
     cursor: &mut SsdExpiryCursor,
@@ -231,23 +234,23 @@ fn next_segment(
     }
 }
 
-/// Whether all rows of a segment die, as its footer says.
+/// True if a segment's footer shows that all of its rows expire.
 fn is_fully_expired(segment: &Segment, rule: &SsdExpiryRule<'_>) -> bool {
     rule.row_predicate.is_none() && segment.step_range().is_some_and(|steps| steps.highest <= rule.last_step)
 }
 
 impl SsdExpiryCursor {
-    /// Come to all records once more when this walk has come to its end. The walk goes on where it is, so that records far behind have their
-    /// turn however often this is asked for.
+    /// Requests another pass over all records after this one. The present pass continues, so that every record is
+    /// eventually visited however often this is called.
     pub fn repeat_pass(&mut self) {
         self.has_next_pass = self.highest_serial > 0 || !self.fully_expired.is_empty();
     }
 
-    /// The segment that comes next, and the first of its records that was not come to. Segments whose footers say that all of their rows were
-    /// trained after the rule's step are left out.
+    /// Returns the next segment, and the first of its records that was not visited. Skips segments whose footers show
+    /// that all of their rows were trained after the rule's step.
     ///
-    /// An open segment is come to although it has no live row, because it may get some later. Segments that were passed come last. A row
-    /// that is moved into one of them after this look is among those that follow there.
+    /// An open segment is visited even if it has no live row, because it may get some later. Visited segments come
+    /// last. A row that is moved into one of them after this call is among the records that follow there.
     fn choose_segment(&self, state: &TierState, rule: &SsdExpiryRule<'_>) -> Option<(Arc<Segment>, u32)> {
         let may_die = |segment: &&Arc<Segment>| segment.step_range().is_none_or(|steps| steps.lowest <= rule.last_step);
         let open = state.open().of_rows().map(OpenSegment::segment);

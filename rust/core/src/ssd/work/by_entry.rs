@@ -1,5 +1,5 @@
-//! Reads chosen records of a segment, whose ids and numbers are known from its entries, and ranges of its records. They are found in its
-//! file, on their way there, and in its write buffer.
+//! Reads selected records of a segment, whose ids and numbers are known from its entries, and ranges of its records.
+//! They are found in its file, in blocks being written, and in its write buffer.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,22 +14,22 @@ use crate::ssd::segment::unwritten::SegmentByteSource;
 use crate::ssd::tier::inner::TierInner;
 use crate::types::Id;
 
-/// Bytes of a segment that are read at once.
+/// Bytes of a segment per read.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
-/// The most bytes between two wanted records that are read together.
+/// Maximum bytes between two requested records that are read together.
 const MAX_GAP_BYTES: u64 = 16 << 10;
-/// The most bytes of a read of several wanted records.
+/// Maximum bytes of a read of several requested records.
 const MAX_RUN_BYTES: u64 = 128 << 10;
 
-/// The id of a wanted record, and its number in the segment.
+/// The id of a requested record, and its number in the segment.
 pub(crate) type RequestedRecord = (Id, u32);
 
-/// How many records of a segment are read at once.
+/// Number of a segment's records per read.
 pub(crate) fn records_per_read(segment: &Segment) -> usize {
     (CHUNK_BYTES / segment.record_bytes).max(1)
 }
 
-/// Those of the wanted records that the index points to.
+/// Returns the requested records that the index points to.
 pub(crate) fn live_requests(
     tier: &TierInner,
     segment: &Segment,
@@ -42,7 +42,7 @@ pub(crate) fn live_requests(
     here.filter(|((_, record), here)| *here == Some(segment.location(*record))).map(|(wanted, _)| *wanted).collect()
 }
 
-/// Read the wanted records, which are in the order of the file, one behind the other.
+/// Reads the requested records, which are in the order of the file, into contiguous memory.
 pub(crate) fn read_requested(
     tier: &TierInner,
     segment: &Arc<Segment>,
@@ -83,7 +83,7 @@ pub(crate) fn read_requested(
     outcome.map(|()| records)
 }
 
-/// Check and take apart a wanted record, which is `bytes`.
+/// Checks and decodes a requested record, whose bytes are `bytes`.
 pub(crate) fn decode_requested<'a>(
     segment: &Segment,
     (id, number): RequestedRecord,
@@ -96,7 +96,7 @@ pub(crate) fn decode_requested<'a>(
     Err(Error::corruption(segment.path(), segment.offset(number) + ID_AT as u64, "the record's id", id, record.head.id))
 }
 
-/// Read the records from number `first` on. Records of a segment that was dropped with its buffer are read as zeros.
+/// Reads the records from number `first` on. Records of a segment that was dropped with its buffer are read as zeros.
 pub(crate) fn read_records(tier: &TierInner, segment: &Arc<Segment>, first: u32, into: &mut [u8]) -> Result<()> {
     let start = segment.offset(first);
     if segment.locate(start, into.len(), &mut |_| {}) == SegmentByteSource::File {
@@ -120,8 +120,8 @@ pub(crate) fn read_records(tier: &TierInner, segment: &Arc<Segment>, first: u32,
     Ok(())
 }
 
-/// Runs of records that are read at once, as positions in `requested`, which are in the order of the file. Where a damaged footer names a record
-/// twice, each of them is a run of its own.
+/// Groups records that are read together, as ranges of `requested`, which is in the order of the file. If a corrupted
+/// footer names a record twice, each of them is a separate run.
 fn coalesced_runs(segment: &Segment, requested: &[RequestedRecord]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     for (at, (_, record)) in requested.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! Compaction: the live records of a segment move to the open segments of their classes, in order, and the segment goes. They are copied as
-//! they are where the heads of records that are written now lie alike.
+//! Compaction: moves the live records of a segment to the open segments of their hotness groups, in order, and removes
+//! the segment. Copies them unchanged if new records have the same head layout.
 //!
-//! A few threads serve all tiers of a process, each a segment at a time. So several reads are under way, and files are removed beside them.
-//! Which segment is taken is decided by [`choose`].
+//! A few threads serve all tiers of a process, each a segment at a time. So several reads are in flight, and files are
+//! removed concurrently. [`choose`] selects the segment.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -28,10 +28,10 @@ use crate::ssd::workers::{COMPACTORS, SsdTask};
 use crate::sync::Ordering;
 use crate::types::Id;
 
-/// Bytes that are read at once from a segment that is moved.
+/// Bytes per read of a segment that is moved.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The compactors' task: compact a tier as long as that is worthwhile.
+/// The compactors' task: compacts a tier as long as that is worthwhile.
 struct CompactionTask(Weak<TierInner>);
 
 impl SsdTask for CompactionTask {
@@ -45,26 +45,26 @@ impl SsdTask for CompactionTask {
     }
 }
 
-/// Have a thread compact this tier.
+/// Schedules compaction of this tier.
 pub(crate) fn schedule(tier: &Arc<TierInner>) {
     if tier.request_compaction() {
         tier.context.workers.submit_compaction(Box::new(CompactionTask(Arc::downgrade(tier))));
     }
 }
 
-/// Have a thread compact this tier if there is something for it to do.
+/// Schedules compaction of this tier if there is anything to do.
 pub(crate) fn schedule_if_worthwhile(tier: &Arc<TierInner>, state: &TierState) {
     if next_choice(tier, state) != CompactionChoice::Nothing {
         schedule(tier);
     }
 }
 
-/// What compaction takes next.
+/// Chooses the next segment to compact.
 pub(crate) fn next_choice(tier: &TierInner, state: &TierState) -> CompactionChoice {
     choose(&compaction_view(tier, state), segment_views(state))
 }
 
-/// The tier as [`choose`] sees it.
+/// Returns the view of the tier for [`choose`].
 pub(crate) fn compaction_view(tier: &TierInner, state: &TierState) -> CompactionView {
     let (space, geometry) = (&tier.context.space, &tier.context.sizing);
     let free_bytes = space.free_bytes();
@@ -92,7 +92,7 @@ pub(crate) fn compaction_view(tier: &TierInner, state: &TierState) -> Compaction
     }
 }
 
-/// The segments of the current set as [`choose`] sees them.
+/// Returns the views of the current set's segments for [`choose`].
 pub(crate) fn segment_views(state: &TierState) -> impl Iterator<Item = SegmentView> + Clone {
     state.segments().iter().map(|segment| {
         let sealed = segment.sealed().is_some();
@@ -111,7 +111,7 @@ pub(crate) fn segment_views(state: &TierState) -> impl Iterator<Item = SegmentVi
     })
 }
 
-/// Compact one segment; whether there may be more to do.
+/// Compacts one segment. Returns true if there may be more to do.
 pub(crate) fn compact_one(tier: &Arc<TierInner>) -> bool {
     let _compacting = tier.compacting();
     let victim = {
@@ -122,7 +122,7 @@ pub(crate) fn compact_one(tier: &Arc<TierInner>) -> bool {
         let Some(victim) = chosen else { return false };
         log_choice(tier, &state, choice, &victim);
         state.begin_moving(&victim);
-        // Another thread can take the next one meanwhile.
+        // Another thread can take the next one concurrently.
         schedule_if_worthwhile(tier, &state);
         victim
     };
@@ -145,7 +145,7 @@ pub(crate) fn compact_one(tier: &Arc<TierInner>) -> bool {
     emptied || failed
 }
 
-/// Say what was chosen, and the numbers that led there.
+/// Logs the choice and the numbers behind it.
 fn log_choice(tier: &TierInner, state: &TierState, choice: CompactionChoice, victim: &Segment) {
     if !tracing::enabled!(tracing::Level::DEBUG) {
         return;
@@ -170,11 +170,12 @@ fn log_choice(tier: &TierInner, state: &TierState, choice: CompactionChoice, vic
     );
 }
 
-/// Move the live records of `victim`, as far as there is room. An error means that bytes of it cannot be read, or are not what was written.
-/// Then the segment stays as it is.
+/// Moves the live records of `victim`, as long as there is space. Returns an error if bytes of it cannot be read or are
+/// corrupted. Then the segment stays unchanged.
 fn move_rows(tier: &Arc<TierInner>, victim: &Arc<Segment>) -> Result<()> {
     for (first, count) in record_chunks(victim) {
-        // Write buffers of its rows' classes are asked for here, because nobody can be told once some rows have moved.
+        // The memory of write buffers of its rows' hotness groups is checked here, because errors cannot be reported
+        // after some rows have moved.
         let buffers =
             WriteBufferPool::of_process().missing_bytes(usize::from(MAX_HOTNESS_CLASSES), tier.context.block_bytes);
         let is_repacked = victim.format.widths != tier.view().widths();
@@ -186,7 +187,8 @@ fn move_rows(tier: &Arc<TierInner>, victim: &Arc<Segment>) -> Result<()> {
             return Ok(());
         }
     }
-    // Every record was looked at, and each live one has moved or died since. The lock makes the count that of whole operations.
+    // Every record was read, and each live one has been moved or has become dead since. Under the lock the count is
+    // consistent.
     let left = {
         let _counted = tier.view();
         victim.live()
@@ -197,10 +199,10 @@ fn move_rows(tier: &Arc<TierInner>, victim: &Arc<Segment>) -> Result<()> {
     Err(missing_live_records_error(tier, victim, victim.records(), (left, 0)))
 }
 
-/// Move the live ones of the records of a chunk; false when there is no more room.
+/// Moves the live records of a chunk. Returns false when there is no more space.
 fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &RecordChunk) -> Result<bool> {
     let (records, damage) = live_records(tier, victim, chunk);
-    // Memory is asked for while nothing has changed.
+    // Memory is allocated before any change.
     let mut moved = CompactedRows::with_capacity(records.len());
     let (mut repacked, mut state) = (None, tier.state());
     while repacked.as_ref().map_or(victim.format.widths, |repacked: &RepackedRecords| repacked.widths) != state.widths()
@@ -215,7 +217,7 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &RecordChunk) -> R
     }
     let classes = tier.hotness_classes(&state);
     let mut room_left = true;
-    // The stream that takes the rows of each class, and how many more records each stream takes.
+    // The stream for the rows of each hotness group, and the number of further records that fit each stream.
     let (mut streams, mut left) = ([None; MAX_HOTNESS_CLASSES as usize], [0; MAX_HOTNESS_CLASSES as usize]);
     for (at, LiveRecord { number, bytes, record, tag_match: found }) in records.iter().enumerate() {
         if let Some(later) = records.get(at + PREFETCH_DISTANCE) {
@@ -229,7 +231,7 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &RecordChunk) -> R
         let class = classes.after_move(victim.hotness.min(classes.count - 1), age);
         let taken = streams[class as usize].filter(|taken| left[*taken as usize] > 0);
         let taken = taken.or_else(|| {
-            // An error here is a failed write, which the space keeps. The segment is not to blame.
+            // An error here is a failed write, which the space tracker keeps. The segment is not the cause.
             let Some(SegmentStream::Rows(taken)) = tier.prepare_stream_for_move(&mut state, class).unwrap_or(None)
             else {
                 return None;
@@ -261,7 +263,7 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &RecordChunk) -> R
     damage.map_or(Ok(room_left), Err)
 }
 
-/// Rows that were copied to other segments: what the index had for each, and where it is now.
+/// Rows that were copied to other segments: the lookup result of each, and its new location.
 struct CompactedRows {
     ids: Vec<Id>,
     matches: Vec<TagMatch>,
@@ -274,7 +276,7 @@ impl CompactedRows {
     }
 }
 
-/// Copies of records with heads as they are written now, which have other widths than in the segment of the records.
+/// Copies of records with the current head widths, which differ from those of the records' segment.
 struct RepackedRecords {
     widths: HeadWidths,
     record_bytes: usize,
@@ -295,7 +297,7 @@ impl RepackedRecords {
     }
 }
 
-/// A record of a chunk that the index pointed to, and what the index had for its id.
+/// A record of a chunk that the index pointed to, and the lookup result of its id.
 struct LiveRecord<'a> {
     number: u32,
     bytes: &'a [u8],
@@ -303,8 +305,8 @@ struct LiveRecord<'a> {
     tag_match: TagMatch,
 }
 
-/// The records of a chunk that the index points to, checked, and the first error of one that is damaged. A record that is not live now
-/// never will be.
+/// Returns the records of a chunk that the index points to, verified, and the first error of a corrupted one. A dead
+/// record stays dead.
 fn live_records<'a>(
     tier: &TierInner,
     victim: &Segment,
@@ -333,7 +335,7 @@ fn live_records<'a>(
     (records, damage)
 }
 
-/// A segment that is being moved, until this is dropped.
+/// Marks a segment as being moved, until it is dropped.
 struct SegmentMoveGuard<'a> {
     tier: &'a TierInner,
     victim: &'a Segment,
@@ -346,23 +348,23 @@ impl Drop for SegmentMoveGuard<'_> {
     }
 }
 
-/// The first record of each chunk, and how many it has.
+/// Returns the first record of each chunk, and the chunk's number of records.
 fn record_chunks(segment: &Segment) -> impl Iterator<Item = (u32, u32)> + use<> {
     let records = segment.records();
     let at_once = (CHUNK_BYTES / segment.record_bytes).max(1) as u32;
     (0..records).step_by(at_once as usize).map(move |first| (first, at_once.min(records - first)))
 }
 
-/// Some consecutive records of a segment, as they lie on disk.
+/// Consecutive records of a segment, in their format on disk.
 struct RecordChunk {
     first: u32,
     bytes: PooledBuf,
-    /// Where in `bytes` the records are.
+    /// Position of the records in `bytes`.
     range: Range<usize>,
 }
 
 impl RecordChunk {
-    /// Read `count` records from number `first` on, in whole sectors where the file has them.
+    /// Reads `count` records from number `first` on, in complete sectors if the file has them.
     fn read(segment: &Segment, first: u32, count: u32) -> Result<Self> {
         static BUFFERS: PerProcess<Arc<BufPool>> = PerProcess::new();
         let (start, end) = (segment.offset(first), segment.offset(first + count));

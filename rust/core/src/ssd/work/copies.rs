@@ -1,4 +1,4 @@
-//! Copies of rows that are about to leave the table, for whoever is told of evicted rows.
+//! Copies of rows that are about to be evicted from the table, for `on_evict`.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::walk::CursorRecord;
 use crate::ssd::work::by_entry::{RequestedRecord, decode_requested, live_requests, read_requested};
 
-/// Is handed rows that have left: headers `[n]` and vector parts `[n, V]`.
+/// Receives evicted rows: headers `[n]` and vector parts `[n, V]`.
 pub type EvictedRowsSink<'a> = dyn FnMut(Vec<RowHeader>, Vec<f32>) + 'a;
 
 /// Copies of the rows of some records.
@@ -19,12 +19,12 @@ pub(crate) struct EvictedRowCopies {
     vectors: Vec<f32>,
     /// For each of the records the position of its row. Records that were not live when they were read have none.
     positions: Vec<Option<usize>>,
-    /// Whether each row has left.
+    /// True for each evicted row.
     removed: Vec<bool>,
 }
 
 impl EvictedRowCopies {
-    /// Read the rows of these records of a segment, which are in the order of the file.
+    /// Reads the rows of these records of a segment, which are in the order of the file.
     ///
     /// Errors: those of reads, `Corruption`, `Memory`.
     pub(crate) fn read(tier: &TierInner, segment: &Arc<Segment>, records: &[CursorRecord]) -> Result<Self> {
@@ -45,15 +45,15 @@ impl EvictedRowCopies {
         Ok(Self { removed: vec![false; headers.len()], headers, vectors, positions })
     }
 
-    /// The row of this one of the records has left.
+    /// Marks the row of this one of the records as evicted.
     pub(crate) fn mark_removed(&mut self, record: usize) {
-        // What the index points to now, it pointed to when the records were read.
+        // A record that the index points to was also live when the records were read.
         if let Some(position) = self.positions[record] {
             self.removed[position] = true;
         }
     }
 
-    /// Hand over the rows that have left.
+    /// Passes the evicted rows to `on_evicted`.
     pub(crate) fn deliver(mut self, floats: usize, on_evicted: &mut EvictedRowsSink<'_>) {
         let mut kept = 0;
         for at in 0..self.removed.len() {

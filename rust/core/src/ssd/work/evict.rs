@@ -1,7 +1,8 @@
-//! Rows that leave the table because it is full, oldest segments first.
+//! Evicts rows because the table is full, oldest segments first.
 //!
-//! An eviction goes on where the last one stopped, and begins again at the oldest segment when it has come to the newest. So the footer of
-//! a segment is read once for all rows that leave it, and a row that had to stay is asked for again a round later.
+//! An eviction continues where the last one stopped, and wraps around from the latest segment to the oldest. So the
+//! footer of a segment is read once for all of its evicted rows, and a row that had to stay is tried again a round
+//! later.
 
 use std::sync::Arc;
 
@@ -28,7 +29,7 @@ pub(crate) fn evict(
     let evicted = evict_into(tier, rows, keep, &mut walk, &mut gone, on_evicted);
     *lock(&tier.eviction_cursor) = walk;
     tier.counters.dropped_rows.fetch_add(gone.len() as u64, Ordering::Relaxed);
-    // Whoever asked must know which rows are gone. An error of writing comes again with the next call, which drops none.
+    // The caller must know the evicted rows. The next call, which evicts none, returns an error of writing.
     if gone.is_empty() { evicted.map(|()| gone) } else { Ok(gone) }
 }
 
@@ -41,7 +42,7 @@ fn evict_into(
     mut on_evicted: Option<&mut EvictedRowsSink<'_>>,
 ) -> Result<()> {
     tier.check_writable()?;
-    // A round that began amid the segments leaves some out; the next one looks at these.
+    // A round that started in the middle of the segments skips some; the next round visits these.
     let (mut gone_before, mut in_vain) = (0, 0);
     while (removed.len() as u64) < rows {
         let Some(segment) = next_segment(tier, cursor)? else {
@@ -62,10 +63,11 @@ fn evict_into(
             }
         }
         let ids: Vec<Id> = leaving.iter().map(|ahead| ahead.id).collect();
-        // Rows beside one that cannot be read stay for this round, because a full table must not end at such a row.
+        // Rows that are read together with an unreadable one stay for this round, because eviction must get past such a
+        // row.
         let mut copies = on_evicted.as_ref().map(|_| EvictedRowCopies::read(tier, &segment, &leaving)).transpose()?;
         let place = (segment.slot, segment.serial);
-        // Whoever waits for room must not keep a file whose going is to make it.
+        // A thread that waits for free space must not pin a file whose removal would free it.
         drop(segment);
         let left = |at: usize| {
             removed.push(ids[at]);
@@ -82,7 +84,7 @@ fn evict_into(
     Ok(())
 }
 
-/// The segment that an eviction is at, with records ahead; `None` when it has come to the end.
+/// Returns the current segment of an eviction, with remaining records; `None` at the end.
 fn next_segment(tier: &TierInner, cursor: &mut SegmentCursor) -> Result<Option<Arc<Segment>>> {
     loop {
         if let Some(segment) = segment_at(tier, cursor) {

@@ -1,4 +1,4 @@
-//! Looking rows up. Those in buffers are taken at once; those in files join a batch of reads.
+//! Looks rows up. Copies those in buffers immediately; those in files join a batch of reads.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::reads::{FetchBatch, FetchJob, FetchKeepAlive, RowFetch};
 use crate::types::Id;
 
-/// Look `requested` up. What is on disk is read when `batch` is submitted.
+/// Looks `requested` up. Reads from disk when `batch` is submitted.
 pub(crate) fn fetch_in(
     tier: &TierInner,
     requested: Vec<(Id, RowMut)>,
@@ -32,7 +32,7 @@ pub(crate) fn fetch_in(
     fetch
 }
 
-/// Look every id of a job up. Copies what is in buffers, lists what is in files.
+/// Looks every id of a job up. Copies rows that are in buffers, lists those that are in files.
 fn look_up(tier: &TierInner, job: &mut FetchJob) -> Result<()> {
     let ids = job.ids();
     let mut locations = vec![None; ids.len()];

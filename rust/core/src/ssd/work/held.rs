@@ -1,7 +1,7 @@
-//! Segments that are held while a checkpoint links them.
+//! Segments that are pinned while a checkpoint links them.
 //!
-//! A sealed segment is never written again, so a second name of its file is a copy that costs nothing. The tier only removes its own name
-//! when it needs the segment no more: a file with other names is not written again for another segment (see the drop of [`Segment`]).
+//! A sealed segment is immutable, so a hard link of its file is a free copy. The tier removes only its own name when it
+//! does not need the segment: a file with other links is not reused for another segment (see the drop of [`Segment`]).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::ssd::segment::part::SegmentPart;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::work::publish::{make_segments_durable, pause_compaction_with_space};
 
-/// How a set of files got its second names.
+/// Bytes of a set of files that were linked or copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkedBytes {
     /// Bytes of the files that were linked.
@@ -23,7 +23,7 @@ pub struct LinkedBytes {
     pub copied: u64,
 }
 
-/// The segments that hold a tier's rows as of one moment, durable. They stay, and are not compacted, until this is dropped.
+/// The durable segments of a snapshot of a tier's rows. They stay, and are not compacted, until this is dropped.
 pub struct PinnedSegments {
     tier: Arc<TierInner>,
     parts: Vec<SegmentPart>,
@@ -36,7 +36,7 @@ impl std::fmt::Debug for PinnedSegments {
     }
 }
 
-/// Hold the rows of now, appended and removed so far. Published states stay as they are.
+/// Pins all rows, with all earlier appends and removals. Published states stay unchanged.
 pub(crate) fn pin_segments(tier: &Arc<TierInner>) -> Result<PinnedSegments> {
     let _publishing = tier.publishing();
     tier.check_writable()?;
@@ -54,13 +54,13 @@ pub(crate) fn pin_segments(tier: &Arc<TierInner>) -> Result<PinnedSegments> {
 }
 
 impl PinnedSegments {
-    /// The segments, as a checkpoint names them.
+    /// The segments, for the checkpoint's manifest.
     pub fn set(&self) -> &SegmentSet {
         &self.set
     }
 
-    /// Give each file a second name, or copy it there: `path_of` says which for a serial, and nothing has that name. It is the caller who
-    /// syncs the names.
+    /// Links or copies each file to the path that `path_of` returns for its serial, which must not exist. The caller
+    /// syncs the directory.
     pub fn link_to(&self, engine: &dyn IoEngine, path_of: &dyn Fn(u64) -> PathBuf) -> Result<LinkedBytes> {
         let mut bytes = LinkedBytes::default();
         for (part, named) in self.parts.iter().zip(&self.set.segments) {
@@ -75,7 +75,7 @@ impl Drop for PinnedSegments {
     fn drop(&mut self) {
         let parts = std::mem::take(&mut self.parts);
         if self.tier.context.workers.check_process().is_err() {
-            // In a forked child its parent's files and locks are not to be touched.
+            // A forked child must not touch its parent's files and locks.
             std::mem::forget((parts, Arc::clone(&self.tier)));
             return;
         }

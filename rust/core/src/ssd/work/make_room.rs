@@ -1,4 +1,5 @@
-//! Waiting for room: does what [`next_space_wait_step`] decides, until there is room or an error says why there is none.
+//! Waits for free space: executes the steps of [`next_space_wait_step`] until there is space, or returns an error with
+//! the reason.
 
 use std::sync::Arc;
 
@@ -12,16 +13,16 @@ use crate::ssd::work::compact;
 use crate::ssd::work::moment::read_segment_early;
 use crate::ssd::work::states::drop_oldest_state;
 
-/// Wait until rows from RAM can be taken: for compaction, for readers of files that are gone, and when neither helps by giving up what only
-/// published states need. To be called without any lock.
+/// Waits until rows from RAM can be appended: for compaction, for readers of removed files, and if neither helps by
+/// discarding published states. Must be called without any lock.
 pub(crate) fn wait_for_space(tier: &Arc<TierInner>) -> Result<()> {
-    // A disk that failed to read for compaction may read again: whoever waits has it tried once more.
+    // A disk that failed to read for compaction may have recovered: a thread that waits retries it.
     tier.view().segments().iter().filter(|segment| segment.is_damaged()).for_each(|segment| segment.retry_damaged());
     let (mut last, mut waits) = (None, false);
     loop {
         let generation = tier.context.space.generation();
         tier.check_writable()?;
-        // A fetch keeps the files that it reads, and nobody else may be there to submit it.
+        // A fetch pins the files that it reads, and possibly no other thread submits it.
         tier.reads.submit();
         let mut state = tier.state();
         let view = space_wait_view(tier, &mut state, generation);
@@ -55,7 +56,7 @@ pub(crate) fn wait_for_space(tier: &Arc<TierInner>) -> Result<()> {
                     continue;
                 }
             }
-            // Scans that were asked to end do so as soon as they notice.
+            // Cancelled scans stop as soon as they notice.
             SpaceWaitStep::CancelScans | SpaceWaitStep::Wait => drop(state),
             SpaceWaitStep::ReadOnly
             | SpaceWaitStep::FileRemovalFailed
@@ -71,7 +72,7 @@ pub(crate) fn wait_for_space(tier: &Arc<TierInner>) -> Result<()> {
     }
 }
 
-/// Count a wait, and say it where that was not said lately.
+/// Counts a wait, and logs it unless a wait was logged recently.
 fn log_wait(tier: &TierInner, view: &SpaceWaitView) {
     let waits = &tier.counters.space_waits;
     if waits.begin() {
@@ -85,8 +86,8 @@ fn log_wait(tier: &TierInner, view: &SpaceWaitView) {
     }
 }
 
-/// Wait for room for a call of which a part may be `is_partial`. Where there is none then, not all of the call can be done, and the tier only
-/// reads from now on. Only damaged segments that cannot be compacted lead there.
+/// Waits for free space in the middle of a call that is partially done if `is_partial`. If there is none then, the call
+/// cannot be completed, and the tier becomes read-only. Only corrupted segments that cannot be compacted lead there.
 pub(crate) fn wait_for_more_space(tier: &Arc<TierInner>, is_partial: bool) -> Result<()> {
     wait_for_space(tier).inspect_err(|error| {
         if is_partial {
@@ -95,11 +96,11 @@ pub(crate) fn wait_for_more_space(tier: &Arc<TierInner>, is_partial: bool) -> Re
     })
 }
 
-/// The tier as [`next_space_wait_step`] sees it, where `generation` was read before.
+/// Returns the view of the tier for [`next_space_wait_step`]. `generation` was read before.
 ///
-/// The order matters, because files go and scans end without the tier's lock. Whether room is coming is looked at first, and again after
-/// all that could make room: what comes to its end between two other looks would be missed by both. Whether a file could not be removed is
-/// looked at after that, because then it is known of every file that was going.
+/// The order matters, because files are removed and scans end without the tier's lock. Pending space is checked first,
+/// and again after every other source of space: an operation that ends between two other checks would be missed by
+/// both. Failed removals are checked afterwards, because then the result of every removal in progress is known.
 fn space_wait_view(tier: &TierInner, state: &mut TierState, generation: u64) -> SpaceWaitView {
     let space = &tier.context.space;
     let was_coming = is_space_pending(tier, state);
@@ -108,11 +109,11 @@ fn space_wait_view(tier: &TierInner, state: &mut TierState, generation: u64) -> 
     let (free_bytes, needed_bytes) = (space.free_bytes(), tier.bytes_needed(state));
     let is_compacting = free_bytes < needed_bytes
         && (state.moving() > 0 || compact::next_choice(tier, state) != CompactionChoice::Nothing);
-    // Files that went since the look at the free bytes make fewer segments worth moving.
+    // Files that were removed since the check of the free bytes make fewer segments worth moving.
     let has_changed = space.generation() != generation;
     let first = SpaceWaitView { free_bytes, needed_bytes, is_compacting, has_changed, ..SpaceWaitView::default() };
     if next_space_wait_step(&first) != SpaceWaitStep::Full {
-        // This is decided already, as it mostly is. What follows walks over all segments several times under the tier's lock.
+        // Usually this decides. The rest iterates over all segments several times under the tier's lock.
         return first;
     }
     let compaction = compact::compaction_view(tier, state);
@@ -131,7 +132,8 @@ fn space_wait_view(tier: &TierInner, state: &mut TierState, generation: u64) -> 
     }
 }
 
-/// Whether something is under way that makes room, or lets compaction make some: scans, footers on their way to disk, files that go.
+/// True if an operation is in progress that frees space or enables compaction to free some: scans, footers being
+/// written, files being removed.
 fn is_space_pending(tier: &TierInner, state: &TierState) -> bool {
     let segments = || state.segments().iter();
     let held: u64 = segments().map(|segment| segment.held_bytes()).sum();
@@ -140,7 +142,7 @@ fn is_space_pending(tier: &TierInner, state: &TierState) -> bool {
     scanning || sealing || tier.context.space.pending_free_bytes(held) > 0
 }
 
-/// The error that a step says.
+/// Returns the error of a step.
 fn space_error(tier: &TierInner, state: &TierState, step: SpaceWaitStep) -> crate::Error {
     let space = &tier.context.space;
     let full = || tier.capacity_error(state.rows(), 0);

@@ -7,14 +7,15 @@ use crate::ssd::format::end::max_tail_bytes;
 use crate::ssd::segment::buffer::{MAX_WAITING_BUFFERS, WriteBufferPool};
 use crate::ssd::tier::inner::TierInner;
 
-/// The most records that are written while the tier's lock is held once.
+/// Maximum number of records that are written while the tier's lock is held once.
 pub(crate) const MAX_RECORDS_PER_LOCK: usize = 2048;
 
-/// `Memory` unless the system has what so many records of `record_bytes` may take: write buffers, those that wait for the disk included,
-/// and room for the footer's entries. It is asked here, because once some of the records are written nobody can be told any more.
+/// Returns `Memory` unless memory is available for writing `records` records of `record_bytes`: write buffers,
+/// including those being written, and footer entries. It is checked here, because errors cannot be reported after some
+/// records are written.
 pub(crate) fn check_memory(tier: &TierInner, records: usize, record_bytes: usize) -> Result<()> {
     let block_bytes = tier.context.block_bytes;
-    // Each stream has a buffer that is not full at the beginning, and one at the end.
+    // Each stream has a partially filled buffer at the start, and one at the end.
     let begun = 2 * (usize::from(MAX_HOTNESS_CLASSES) + 1);
     let filled = (records.saturating_mul(record_bytes) / block_bytes).min(MAX_WAITING_BUFFERS);
     let blocks = WriteBufferPool::of_process().missing_bytes(records.min(filled + begun), block_bytes);
@@ -26,7 +27,7 @@ pub(crate) fn check_memory(tier: &TierInner, records: usize, record_bytes: usize
     memory::check_system_memory_or_reserve("write rows to the SSD tier", blocks + ends + entries)
 }
 
-/// Where buffers are scarce, keep none that is half filled.
+/// Submits half-filled buffers if buffers are scarce.
 pub(crate) fn spill_if_short(tier: &TierInner) {
     if WriteBufferPool::of_process().is_short() {
         tier.state().spill();

@@ -1,4 +1,4 @@
-//! What is done with a tier, one file for each operation. The workers do what the decisions in `room` chose.
+//! The operations of a tier, one file each. They execute the decisions of `room`.
 
 pub(crate) mod append;
 pub(crate) mod bury;

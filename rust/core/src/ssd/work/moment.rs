@@ -1,7 +1,7 @@
-//! The rows of one moment, while the tier goes on: for a save beside training.
+//! Reads a snapshot of the tier while it keeps changing, for an asynchronous save.
 //!
-//! Segments that are listed at the moment stay, and are not compacted, until their rows are read. Where room is short before, whoever waits
-//! for it reads the rows of a segment itself and gives them to the moment's owner.
+//! The snapshot's segments stay, and are not compacted, until their rows are read. If space is short before, a thread
+//! that waits for it reads the rows of a segment itself and passes them to the snapshot's owner.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::ssd::tier::moment::{EarlyRowSink, SsdSnapshotState, UnreadSegments};
 use crate::ssd::work::scan::{ScanScope, ScanSink, parts_of, scan_part};
 use crate::types::Id;
 
-/// Ids that are looked up at once.
+/// Ids per lookup.
 const IDS_PER_LOOKUP: usize = 1024;
 
-/// The rows that a tier held at one moment. Dropping it lets go of what was kept for it.
+/// A snapshot of a tier's rows. Dropping it releases its segments.
 pub struct SsdSnapshot {
     tier: Arc<TierInner>,
     unread: Arc<UnreadSegments>,
@@ -27,7 +27,7 @@ impl std::fmt::Debug for SsdSnapshot {
     }
 }
 
-/// See [`SsdTier::moment`](crate::ssd::SsdTier::moment).
+/// See [`SsdTier::snapshot`](crate::ssd::SsdTier::snapshot).
 pub(crate) fn begin_snapshot(
     tier: &Arc<TierInner>,
     stale: &mut dyn Iterator<Item = Id>,
@@ -60,7 +60,8 @@ pub(crate) fn begin_snapshot(
 }
 
 impl SsdSnapshot {
-    /// Hand every row of the moment to `sink`, in no particular order, except those that were given to `keep`. No lock is held meanwhile.
+    /// Passes every row of the snapshot to `sink`, in unspecified order, except those that were passed to `early_rows`.
+    /// Holds no lock.
     pub fn for_each_row(&self, sink: &mut ScanSink<'_>) -> Result<()> {
         self.tier.check_usable()?;
         while let Some(part) = self.unread.take_next() {
@@ -68,7 +69,7 @@ impl SsdSnapshot {
             end_part(&self.tier, &self.unread, part);
             read?;
         }
-        // Others may still be reading rows before their turn.
+        // Other threads may still be reading rows out of order.
         loop {
             let generation = self.tier.context.space.generation();
             if !self.tier.view().snapshot().is_some_and(SsdSnapshotState::has_unread) {
@@ -82,7 +83,7 @@ impl SsdSnapshot {
 impl Drop for SsdSnapshot {
     fn drop(&mut self) {
         if self.tier.context.workers.check_process().is_err() {
-            // In a forked child its parent's locks are not to be waited for.
+            // A forked child must not wait for its parent's locks.
             std::mem::forget(Arc::clone(&self.unread));
             return;
         }
@@ -93,7 +94,7 @@ impl Drop for SsdSnapshot {
     }
 }
 
-/// Let go of a segment whose rows were read, or cannot be.
+/// Releases a segment after a read, successful or not.
 fn end_part(tier: &TierInner, unread: &Arc<UnreadSegments>, part: SegmentPart) {
     let mut state = tier.state();
     state.end_snapshot_read(unread, part.segment.slot);
@@ -103,7 +104,7 @@ fn end_part(tier: &TierInner, unread: &Arc<UnreadSegments>, part: SegmentPart) {
     tier.context.space.notify_waiters();
 }
 
-/// Read the rows of a segment that is kept for a moment, so that its room can be had; false where none waits to be read.
+/// Reads the rows of a segment that a snapshot pins, to free its space. Returns false if none is left to be read.
 pub(crate) fn read_segment_early(tier: &TierInner) -> bool {
     let Some(unread) = tier.view().snapshot().map(|moment| Arc::clone(moment.unread())) else {
         return false;

@@ -1,4 +1,4 @@
-//! Publishing: everything so far, durable as one state. And the end of a tier, which publishes nothing.
+//! Publishes all rows, durably, as one state. Closes a tier, which publishes nothing.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -14,10 +14,11 @@ use crate::ssd::work::make_room::wait_for_space;
 use crate::ssd::work::states::remove_state_at;
 use crate::sync::RwLockWriteGuard;
 
-/// States that are kept.
+/// Number of states that are kept.
 const MAX_STATES: usize = 2;
 
-/// The token of a state: `requested`, or the next even one. `Input` where `last`, the newest state's, is not smaller.
+/// Returns the commit id of a state: `requested`, or the next even one. `Input` unless it is larger than `last`, that
+/// of the latest state.
 fn choose_commit_id(requested: Option<u64>, last: Option<u64>) -> Result<u64> {
     let next = || last.unwrap_or(0).checked_add(2).map(|next| next & !1);
     let refused = |token: String| {
@@ -28,12 +29,12 @@ fn choose_commit_id(requested: Option<u64>, last: Option<u64>) -> Result<u64> {
     if last.is_some_and(|last| token <= last) { Err(refused(token.to_string())) } else { Ok(token) }
 }
 
-/// Publish everything so far:
+/// Publishes all rows:
 ///
-/// 1. Close the open segments and name the current set, which fixes the state.
+/// 1. Seal the open segments and reference the current set, which fixes the state.
 /// 2. Wait until the writers have written all of it, and sync it.
 /// 3. Sync the directory, then publish the state's file.
-/// 4. Remove the file of the state before the one before, then let go of its segments.
+/// 4. Remove the file of the state before the previous one, then release its segments.
 pub(crate) fn publish(
     tier: &Arc<TierInner>,
     commit_id: Option<u64>,
@@ -43,7 +44,7 @@ pub(crate) fn publish(
     let _publishing = tier.publishing();
     tier.check_writable()?;
     let (token, published, write_seq, rows) = {
-        // No state names a segment that is being emptied beside the copies of its rows.
+        // No state references a segment that is being emptied in addition to the copies of its rows.
         let _compacting = pause_compaction_with_space(tier)?;
         let mut state = tier.state();
         let token = choose_commit_id(commit_id, state.states().last_commit_id())?;
@@ -61,7 +62,8 @@ pub(crate) fn publish(
         }
     };
     if let Some((error, cause)) = failed {
-        // The state's file may be there and may last, as after a rename whose sync failed. So what it names stays held, and on disk.
+        // The state's file may exist and persist, for example after a rename whose sync failed. So its segments stay
+        // pinned, and on disk.
         tier.context.space.fail(cause);
         return Err(error);
     }
@@ -83,8 +85,8 @@ pub(crate) fn publish(
     Ok(())
 }
 
-/// Wait until no segment's rows are being moved, and until compaction does not count on the room in open segments, which closing them gives
-/// up. No rows are moved as long as the guard is held.
+/// Waits until no segment's rows are being moved, and until compaction does not need the space in open segments, which
+/// sealing wastes. No rows are moved as long as the guard is held.
 pub(crate) fn pause_compaction_with_space(tier: &Arc<TierInner>) -> Result<RwLockWriteGuard<'_, ()>> {
     loop {
         let still = tier.pause_compaction();
@@ -94,13 +96,14 @@ pub(crate) fn pause_compaction_with_space(tier: &Arc<TierInner>) -> Result<RwLoc
         drop(still);
         if wait_for_space(tier).is_err() {
             tier.check_writable()?;
-            // What keeps the room, a segment that cannot be read, stands in the way of no state.
+            // An unreadable segment, which causes this, does not prevent a state.
             return Ok(tier.pause_compaction());
         }
     }
 }
 
-/// Wait until the writers have written these segments, which are closed and held, and sync them; how a state names them.
+/// Waits until the writers have written these sealed, pinned segments, and syncs them. Returns their descriptors for a
+/// state.
 pub(crate) fn make_segments_durable(tier: &TierInner, segments: &[Arc<Segment>]) -> Result<Vec<SegmentDescriptor>> {
     let mut named = Vec::with_capacity(segments.len());
     for segment in segments {
@@ -136,7 +139,7 @@ fn make_durable(
     file.write(&*tier.context.engine, &tier.context.dir)
 }
 
-/// Wait for something that the writers do.
+/// Waits until `done` returns a value, which depends on the writers.
 fn wait_for_writers<T>(tier: &TierInner, done: impl Fn() -> Option<T>) -> Result<T> {
     loop {
         let generation = tier.context.space.generation();
@@ -150,8 +153,8 @@ fn wait_for_writers<T>(tier: &TierInner, done: impl Fn() -> Option<T>) -> Result
     }
 }
 
-/// Stop writing. What is in buffers is written out, and nothing is published. A forked child does nothing: the tier is its parent's, and
-/// threads that the child has not may hold its locks for ever.
+/// Closes a tier: writes out the buffers, and publishes nothing. Does nothing in a forked child: the tier is its
+/// parent's, and threads that the child does not have may hold its locks forever.
 pub(crate) fn close(tier: &TierInner) -> Result<()> {
     if tier.context.workers.check_process().is_err() {
         return Ok(());

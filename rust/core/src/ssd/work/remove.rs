@@ -1,4 +1,4 @@
-//! Rows that leave the tier by id, each with a tombstone, and all rows at once.
+//! Removes rows from the tier by id, with a tombstone each, or all rows.
 
 use std::sync::Arc;
 
@@ -19,14 +19,15 @@ pub(crate) fn remove(tier: &Arc<TierInner>, ids: &[Id]) -> Result<()> {
     let mut last = None;
     let removed = remove_where(tier, ids, |_, _| true, |at| last = Some(at));
     if let (Err(_), Some(last), true) = (&removed, last, tier.context.space.has_failed()) {
-        // Those that are gone cannot come back, because their records may be gone too. So the others go as well.
+        // The removed rows cannot be restored, because their records may be gone too. So the others are removed as
+        // well.
         remove_without_tombstones(tier, &ids[last + 1..]);
         return Ok(());
     }
     removed
 }
 
-/// Remove ids that are here without tombstones, from a tier that only reads: it publishes no state any more that would need them.
+/// Removes present ids without tombstones, from a read-only tier: it publishes no further state that would need them.
 pub(crate) fn remove_without_tombstones(tier: &TierInner, ids: &[Id]) {
     let mut state = tier.state();
     for &id in ids {
@@ -35,8 +36,8 @@ pub(crate) fn remove_without_tombstones(tier: &TierInner, ids: &[Id]) {
     state.count_dead();
 }
 
-/// Remove those of `ids` that are here and for which `is_current` says true, each with a tombstone. `on_removed` is told the position of each that is
-/// gone, also where an error follows.
+/// Removes those of `ids` that are present and for which `is_current` returns true, with a tombstone each. Calls
+/// `on_removed` with the position of each removed id, even if an error follows.
 pub(crate) fn remove_where(
     tier: &Arc<TierInner>,
     ids: &[Id],
@@ -75,7 +76,7 @@ pub(crate) fn remove_where(
     Ok(())
 }
 
-/// Forget all rows.
+/// Removes all rows.
 pub(crate) fn clear(tier: &TierInner) -> Result<()> {
     tier.check_writable()?;
     let _publishing = tier.publishing();

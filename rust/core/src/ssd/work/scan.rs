@@ -1,7 +1,7 @@
 //! Scans: every row once, or every row modified since an epoch, segment by segment, in bounded memory.
 //!
-//! A scan lists the segments as they are, and keeps compaction off those it has not come to yet. So no row moves from a segment that it has
-//! to read to one that it does not know of. What it finds is counted: see `tally`.
+//! A scan lists the segments at its start, and excludes those that it has not read yet from compaction. So no row moves
+//! from a segment that it has to read to one that it does not know. The rows that it finds are counted: see `tally`.
 
 use std::sync::Arc;
 
@@ -21,13 +21,13 @@ use crate::ssd::work::by_entry::{
     CHUNK_BYTES, RequestedRecord, decode_requested, live_requests, read_records, read_requested, records_per_read,
 };
 
-/// A segment is read from its start to its end where more than one in this many of its records is wanted.
+/// A segment is read completely if more than 1/4 of its records are requested.
 const FULL_READ_SHARE: usize = 4;
 
-/// Takes the rows of a scan.
+/// Receives the rows of a scan.
 pub type ScanSink<'a> = dyn FnMut(RowRef<'_>) -> Result<()> + 'a;
 
-/// A scan under way of the rows that the index points to.
+/// A scan in progress of the rows that the index points to.
 struct SegmentScan<'a> {
     tier: &'a TierInner,
     parts: Vec<SegmentPart>,
@@ -36,7 +36,7 @@ struct SegmentScan<'a> {
 
 impl Drop for SegmentScan<'_> {
     fn drop(&mut self) {
-        // The segments go first, because whoever is woken below looks at them.
+        // The segments are released first, because the threads woken below check them.
         self.parts.clear();
         if self.tier.context.workers.check_process().is_ok() {
             self.tier.state().end_scan(&self.tally);
@@ -45,16 +45,16 @@ impl Drop for SegmentScan<'_> {
     }
 }
 
-/// Which rows of a segment are wanted.
+/// Selects rows of a segment.
 #[derive(Clone, Copy)]
 pub(crate) enum ScanScope<'a> {
-    /// Those that the index points to.
+    /// The rows that the index points to.
     Current(&'a ScanTally),
-    /// Those that it pointed to at the tier's moment.
+    /// The rows of the tier's snapshot.
     Snapshot,
 }
 
-/// Hand every row to `sink`, once.
+/// Passes every row to `sink`, once.
 pub(crate) fn scan(tier: &TierInner, sink: &mut ScanSink<'_>) -> Result<()> {
     tier.check_usable()?;
     let mut scan = begin_scan(tier, 0);
@@ -66,19 +66,20 @@ pub(crate) fn scan(tier: &TierInner, sink: &mut ScanSink<'_>) -> Result<()> {
     Ok(())
 }
 
-/// As [`scan`], where somebody may keep it waiting. Where others need the room of files that the scan keeps, `consumer` is asked to end it.
+/// Like [`scan`], for a consumer that may block it. If other threads need the space of files that the scan pins,
+/// cancels it by `consumer`.
 pub(crate) fn scan_cancellable(
     tier: &TierInner,
     consumer: &Arc<dyn ScanConsumer>,
     sink: &mut ScanSink<'_>,
 ) -> Result<()> {
-    // Dropped after the scan, which has let go of its files by then.
+    // Dropped after the scan, which has released its files before.
     let _listed = tier.scan_consumers.register(consumer);
     scan(tier, sink)
 }
 
-/// Hand every row whose `modified_epoch` is at least `since` to `sink`, once. Segments without any are not read. Of those that have few,
-/// only the footer and these rows are.
+/// Passes every row whose `modified_epoch` is at least `since` to `sink`, once. Does not read segments without any. For
+/// segments with few, reads only the footer and these rows.
 pub(crate) fn scan_since(tier: &TierInner, since: u32, sink: &mut ScanSink<'_>) -> Result<()> {
     tier.check_usable()?;
     let mut scan = begin_scan(tier, since);
@@ -100,7 +101,7 @@ pub(crate) fn scan_since(tier: &TierInner, since: u32, sink: &mut ScanSink<'_>) 
     Ok(())
 }
 
-/// Hand those of these records of a sealed segment that are live to `sink`.
+/// Passes those of these records of a sealed segment that are live to `sink`.
 fn scan_entries(
     tier: &TierInner,
     segment: &Arc<Segment>,
@@ -122,7 +123,7 @@ fn scan_entries(
     Ok(())
 }
 
-/// Begin to scan the segments with rows modified in epoch `since` or later.
+/// Starts a scan of the segments with rows modified in epoch `since` or later.
 fn begin_scan(tier: &TierInner, since: u32) -> SegmentScan<'_> {
     let _compacting = tier.pause_compaction();
     let mut state = tier.state();
@@ -132,14 +133,14 @@ fn begin_scan(tier: &TierInner, since: u32) -> SegmentScan<'_> {
     SegmentScan { tier, parts, tally }
 }
 
-/// The segments as they are now with rows modified in epoch `since` or later.
+/// Returns the present segments with rows modified in epoch `since` or later.
 pub(crate) fn parts_of(state: &TierState, since: u32) -> Vec<SegmentPart> {
     let rows = state.segments().iter().filter(|s| s.content == SegmentContent::Rows && s.highest_epoch() >= since);
     rows.cloned().map(SegmentPart::of).collect()
 }
 
-/// Hand the rows of a segment whose `modified_epoch` is at least `since` to `sink`. `Corruption` where fewer live records are found, of any
-/// epoch, than the tier counts.
+/// Passes the rows of a segment whose `modified_epoch` is at least `since` to `sink`. Returns `Corruption` if it finds
+/// fewer live records, of any epoch, than the tier counts.
 pub(crate) fn scan_part(
     tier: &TierInner,
     part: &SegmentPart,
@@ -200,8 +201,8 @@ pub(crate) fn scan_part(
     Err(missing_live_records_error(tier, segment, part.records, (found + missing, found)))
 }
 
-/// The error where `found` of the `counted` live records among a segment's first `records` were found. It names the first record that is
-/// damaged. Where none is, whole records lie where others belong.
+/// Returns the error when only `found` of the `counted` live records among a segment's first `records` were found. It
+/// names the first corrupted record. If there is none, intact records are at wrong positions.
 pub(crate) fn missing_live_records_error(
     tier: &TierInner,
     segment: &Arc<Segment>,

@@ -1,11 +1,11 @@
-//! Published states that go: their files are removed durably, then their segments are let go of.
+//! Removes published states: durably removes their files, then releases their segments.
 
 use crate::error::Result;
 use crate::ssd::format::names::state_path;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
 
-/// Remove the file of the state at `position` (oldest first), durably, then let go of its segments.
+/// Removes the file of the state at `position` (oldest first), durably, then releases its segments.
 pub(crate) fn remove_state_at(tier: &TierInner, state: &mut TierState, position: usize) -> Result<()> {
     let Some(token) = state.states().commit_id_at(position) else { return Ok(()) };
     let path = state_path(&tier.context.dir, token);
@@ -18,7 +18,7 @@ pub(crate) fn remove_state_at(tier: &TierInner, state: &mut TierState, position:
     Ok(())
 }
 
-/// Forget the state named `commit_id`, if it is published.
+/// Discards the state named `commit_id`, if it is published.
 pub(crate) fn forget_published(tier: &TierInner, commit_id: u64) -> Result<()> {
     let _publishing = tier.publishing();
     tier.check_writable()?;
@@ -29,7 +29,8 @@ pub(crate) fn forget_published(tier: &TierInner, commit_id: u64) -> Result<()> {
     }
 }
 
-/// Make room by giving up the oldest state. Where it is the last one, nothing is left to resume until the next publish.
+/// Frees space by discarding the oldest state. If it is the last one, there is nothing to resume until the next
+/// publish.
 pub(crate) fn drop_oldest_state(tier: &TierInner, state: &mut TierState) -> Result<()> {
     tracing::warn!(
         table = tier.identity.table,

@@ -1,4 +1,4 @@
-//! Walks over the segments of rows: which segment comes next, and which of its records are still to be looked at.
+//! Passes over the segments of rows: the next segment, and its remaining records.
 
 use std::sync::Arc;
 
@@ -12,19 +12,19 @@ use crate::ssd::tier::state::TierState;
 use crate::ssd::tier::walk::{CursorRecord, SegmentCursor};
 use crate::types::Id;
 
-/// The entries of a segment's records so far, in the order of writing.
+/// The entries of a segment's present records, in the order of writing.
 pub(crate) struct SegmentEntries {
     pub(crate) entries: Vec<FooterEntry>,
-    /// Whether more records may follow, because the segment is open.
+    /// True if more records may follow, because the segment is open.
     pub(crate) is_open: bool,
 }
 
-/// The segments of rows that have live ones.
+/// Returns the segments of rows that have live ones.
 pub(crate) fn live_segments(state: &TierState) -> impl Iterator<Item = &Arc<Segment>> {
     state.segments().iter().filter(|segment| segment.content == SegmentContent::Rows && segment.live() > 0)
 }
 
-/// The segment that `cursor` is at, where records of it are ahead and some row of it is still live.
+/// Returns the segment of `cursor`, if records of it remain and some row of it is still live.
 pub(crate) fn segment_at(tier: &TierInner, cursor: &SegmentCursor) -> Option<Arc<Segment>> {
     if cursor.remaining.is_empty() {
         return None;
@@ -32,7 +32,7 @@ pub(crate) fn segment_at(tier: &TierInner, cursor: &SegmentCursor) -> Option<Arc
     live_segments(&tier.view()).find(|segment| segment.serial == cursor.serial).cloned()
 }
 
-/// Go to `segment`. These of its entries are ahead from now on.
+/// Moves `cursor` to `segment`, with these of its entries remaining.
 pub(crate) fn move_to<'a>(
     cursor: &mut SegmentCursor,
     segment: &Segment,
@@ -44,7 +44,7 @@ pub(crate) fn move_to<'a>(
     cursor.remaining = entries.rev().map(ahead).collect();
 }
 
-/// Go to `segment`. Those of `entries` are ahead from now on that the index points to.
+/// Moves `cursor` to `segment`, with those of `entries` remaining that the index points to.
 pub(crate) fn enter_segment(tier: &TierInner, cursor: &mut SegmentCursor, segment: &Segment, entries: &[FooterEntry]) {
     let ids: Vec<Id> = entries.iter().map(|entry| entry.id).collect();
     let mut here = vec![None; ids.len()];
@@ -53,14 +53,14 @@ pub(crate) fn enter_segment(tier: &TierInner, cursor: &mut SegmentCursor, segmen
     move_to(cursor, segment, live.map(|(entry, _)| entry).collect::<Vec<&FooterEntry>>().into_iter());
 }
 
-/// Whether the index still points to record `at` of the segment that had this number and serial. A number is given again when its segment
-/// is gone; a serial is not.
+/// True if the index still points to record `at` of the segment with this number and serial. Numbers are reused after a
+/// segment is removed; serials are not.
 pub(crate) fn is_still_at(state: &TierState, (slot, serial): (u32, u64), at: CursorRecord) -> bool {
     let here = state.segments().in_slot(slot).filter(|segment| segment.serial == serial);
     here.is_some_and(|segment| state.index().is_at(at.id, segment.location(at.record)))
 }
 
-/// The entries of a segment's records so far. Where its footer is on the way to disk, this waits for it.
+/// Returns the entries of a segment's present records. Waits for a footer that is being written.
 pub(crate) fn entries_of(tier: &TierInner, segment: &Arc<Segment>) -> Result<SegmentEntries> {
     loop {
         let generation = tier.context.space.generation();

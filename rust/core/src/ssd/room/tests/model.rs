@@ -1,5 +1,5 @@
-//! A tier of numbers alone that does what is decided, one step after the other: every row of its capacity fits, whatever is written,
-//! removed and published (property R).
+//! A model of a tier with numbers only that executes the decisions, one step after the other: every row of its capacity
+//! fits, for any writes, removals and publishes (property R).
 
 use std::collections::BTreeMap;
 
@@ -10,16 +10,16 @@ use super::super::waiting::{self, SpaceWaitStep, next_space_wait_step};
 
 const UNIT: u64 = 1000;
 const ROWS: u32 = 10;
-/// Classes of rows, each with an open segment.
+/// Hotness groups, each with an open segment.
 const CLASSES: usize = 2;
-/// Whole segments that rows from RAM leave free.
+/// Segments that rows from RAM leave free.
 const RESERVED: u64 = 2;
 
 #[derive(Clone, Debug)]
 enum SpaceModelOp {
-    /// Write rows `first, first + step, …`, each to its class.
+    /// Writes rows `first, first + step, …`, each to its group.
     Write { first: u32, step: u32, count: u32, class: usize },
-    /// Close the open segments and name all.
+    /// Seals the open segments and references all segments.
     Publish,
 }
 
@@ -37,13 +37,13 @@ struct SpaceModelSegment {
 #[derive(Debug)]
 struct SpaceModelTier {
     cap: u64,
-    /// By slot, which is the serial too.
+    /// By slot, which is also the serial.
     segments: BTreeMap<u32, SpaceModelSegment>,
     open: [Option<u32>; CLASSES],
-    /// Slots that each published state names, oldest first.
+    /// Slots that each published state references, oldest first.
     states: Vec<Vec<u32>>,
     was_published: bool,
-    /// The segment that each row is in.
+    /// The segment of each row.
     rows: BTreeMap<u32, u32>,
     next_slot: u32,
     next_seq: u64,
@@ -63,7 +63,7 @@ impl SpaceModelTier {
         }
     }
 
-    /// Rows that fit: what the cap without the open segments, the kept and the spare ones holds, less a segment or a sixteenth.
+    /// Number of rows that fit: the cap minus the open, reserved and overhead segments, minus a segment or a sixteenth.
     fn capacity(&self) -> u32 {
         let usable = self.cap - (CLASSES as u64 + 3) * UNIT;
         ((usable - UNIT.max(usable / 16)) / UNIT) as u32 * ROWS
@@ -119,7 +119,7 @@ impl SpaceModelTier {
         }
     }
 
-    /// Let go of sealed segments without live rows.
+    /// Releases sealed segments without live rows.
     fn reap(&mut self) {
         let empty: Vec<u32> = self
             .segments
@@ -141,7 +141,8 @@ impl SpaceModelTier {
         segment.held = (UNIT * segment.rows.len() as u64 / u64::from(ROWS)).max(UNIT / 8);
     }
 
-    /// Whether `class` has an open segment with room, where bytes for a new one and `kept` more must be free.
+    /// Opens a segment of `class` if needed, provided that its bytes and `kept` more segments are free. Returns true if
+    /// a segment with free space is open.
     fn prepare(&mut self, class: usize, kept: u64) -> bool {
         if self.open[class].is_some_and(|slot| self.segments[&slot].rows.len() as u32 == ROWS) {
             self.seal(class);
@@ -164,7 +165,7 @@ impl SpaceModelTier {
         self.open[class].is_some()
     }
 
-    /// Put a row into the open segment of `class`, in place of its older record.
+    /// Appends a row to the open segment of `class`, and replaces its older record.
     fn put(&mut self, row: u32, class: usize) {
         let slot = self.open[class].unwrap();
         let segment = self.segments.get_mut(&slot).unwrap();
@@ -176,7 +177,7 @@ impl SpaceModelTier {
         }
     }
 
-    /// Move the live rows of a segment. Property C1 says that they fit.
+    /// Moves the live rows of a segment. They fit by property C1.
     fn compact(&mut self, slot: u32) {
         let mut seen = std::collections::BTreeSet::new();
         let rows: Vec<u32> = self.segments[&slot].rows.iter().copied().filter(|row| seen.insert(*row)).collect();
@@ -193,7 +194,7 @@ impl SpaceModelTier {
         self.reap();
     }
 
-    /// Wait for room as `work::make_room` does; how many steps it took.
+    /// Waits for free space like `work::make_room`. Returns the number of steps.
     fn wait_for_space(&mut self) -> usize {
         for steps in 0..10_000 {
             self.reap();
@@ -264,12 +265,12 @@ fn op() -> impl Strategy<Value = SpaceModelOp> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, max_shrink_iters: 4000, ..ProptestConfig::default() })]
 
-    /// Property R: a row of the capacity gets its room, by a number of steps that has an end.
+    /// Property R: a row of the capacity fits after a finite number of steps.
     #[test]
     fn every_row_of_the_capacity_fits(segments in 8..40_u64, ops in prop::collection::vec(op(), 1..150)) {
         let mut tier = SpaceModelTier::new(segments);
         let capacity = tier.capacity();
-        // All rows of the capacity are there from the beginning, so that there is never more room than has to be.
+        // All rows of the capacity exist from the start, so that free space is minimal.
         (0..capacity).for_each(|row| tier.write(row, row as usize % CLASSES));
         for op in ops {
             match op {
