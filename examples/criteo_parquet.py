@@ -1,15 +1,16 @@
-"""Stream clicks like Criteo's from parquet files through worker processes into tables larger than their RAM. Stop it by Ctrl-C, and
-run it again: it goes on with the click after the last one trained.
+"""Stream Criteo-like clicks from parquet files through worker processes into tables larger than their RAM. Stop it with Ctrl-C and
+run it again: it resumes with the click after the last trained one.
 
-The first start writes the files: 13 dense columns and 26 columns of hashed 64-bit ids, drawn from zipf distributions over columns
-of very different sizes, as Criteo's are. Then:
+The first run writes the files: 13 dense columns and 26 columns of hashed 64-bit ids, drawn from Zipf distributions over columns of
+very different sizes, like Criteo's. Then:
 
 - A `DataLoader` with worker processes reads the row groups. An item is a row group, and worker w of W reads every W-th, so items
-  come in the order of the files, whatever W is. The workers are forked before the tables are opened: a worker needs no table, and
-  one that is forked later could not use its parent's.
-- `EmbCacheTrainPipelineSparseDist` fetches the rows of the next batches from SSD while this one trains (`--lookahead`).
-- Every `--save-every` steps, and at the end, also by Ctrl-C, the tables are flushed and the dense parameters are written beside
-  them, with the number of steps: the next run begins at that place in the files. (What a killed process trained since is lost.)
+  arrive in the order of the files for any W. The workers are forked before the tables are opened: a worker needs no table, and a
+  worker that is forked later could not use its parent's tables.
+- `EmbCacheTrainPipelineSparseDist` reads the rows of the next batches from SSD while this one trains (`--lookahead`).
+- Every `--save-every` steps, and at the end, also after Ctrl-C, the tables are flushed and the dense parameters are written next to
+  them, with the number of steps: the next run starts at that position in the files. (Steps that a killed process trained since are
+  lost.)
 
     python examples/criteo_parquet.py [--steps 100] [--workers 2] [--folder criteo]
 """
@@ -24,7 +25,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-# Hide what the libraries warn about among themselves.
+# Hide warnings that the libraries raise about each other.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
 for library in ("torchrec", "torch.fx"):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -57,13 +58,13 @@ DENSE = [f"I{column}" for column in range(1, 14)]
 SPARSE = [f"C{column}" for column in range(1, 27)]
 DIM = 16
 BATCH = 256
-GROUP = 16 * BATCH  # rows of a row group
+GROUP = 16 * BATCH  # rows per row group
 CPU = torch.device("cpu")
 Clicks = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # labels [n], dense features [n, 13], ids [26, n]
 
 
 def write_files(folder: Path, files: int, groups: int) -> None:
-    """Write parquet files of `groups` row groups each. A label follows from hidden tastes of three of the ids."""
+    """Writes parquet files of `groups` row groups each. A label depends on hidden values of three of the ids."""
     for number in range(files):
         generator = np.random.default_rng(number)
         rows = groups * GROUP
@@ -71,7 +72,7 @@ def write_files(folder: Path, files: int, groups: int) -> None:
         liking = np.zeros(rows)
         for at, name in enumerate(SPARSE):
             ids = np.minimum(generator.zipf(1.15, rows), 10 ** (1 + at % 6))
-            columns[name] = ids * np.int64(0x1E3779B97F4A7C15) + at  # what a hash of a string may look like
+            columns[name] = ids * np.int64(0x1E3779B97F4A7C15) + at  # similar to the hash of a string
             if at % 9 == 3:
                 liking += np.sin(ids * 1.7)
         for name in DENSE:
@@ -83,7 +84,7 @@ def write_files(folder: Path, files: int, groups: int) -> None:
 
 
 class RowGroups(IterableDataset[Clicks]):
-    """The row groups of some files from group `first` on, over and over."""
+    """The row groups of some files from group `first` on, in an endless loop."""
 
     def __init__(self, files: list[Path], first: int) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class RowGroups(IterableDataset[Clicks]):
 
 
 def batches(groups: Iterator[Clicks], skip: int, count: int) -> Iterator[Batch]:
-    """`count` batches of row groups, without the first `skip`. Each sample has one id of each feature."""
+    """Yields `count` batches from row groups, without the first `skip`. Each sample has one id per feature."""
     lengths = torch.ones(len(SPARSE) * BATCH, dtype=torch.int32)
     for labels, dense, ids in groups:
         for begin in range(skip * BATCH, GROUP, BATCH):
@@ -120,7 +121,7 @@ def batches(groups: Iterator[Clicks], skip: int, count: int) -> Iterator[Batch]:
 
 
 class Training:
-    """The model with its tables and optimizers, and what is needed to go on with it."""
+    """The model with its tables and optimizers, and the state that is needed to resume."""
 
     def __init__(self, folder: Path, host: str, lookahead: int) -> None:
         torch.manual_seed(0)
@@ -128,7 +129,7 @@ class Training:
             EmbCacheEmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=10**7, feature_names=[name])
             for name in SPARSE
         ]
-        # The budgets are of all 26 tables together. "auto" goes on from the last flush, and starts anew where there was none.
+        # The budgets are totals of all 26 tables. "auto" resumes from the last flush, or starts empty if there is none.
         tiers = TierBudgets(host_bytes=host, ssd_bytes="2GiB", ssd_dir=folder / "rows", reopen="auto")
         tables = EmbCacheEmbeddingBagCollection(tables=configs, tiers=tiers, name="tables", device=CPU)
         apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.02})
@@ -157,7 +158,7 @@ class Training:
                 parameter.data.copy_(state["parameters"][name])
 
     def save(self) -> None:
-        """Make what was trained so far what the next run begins with."""
+        """Makes the trained state durable, as the starting point of the next run."""
         flush(self.model)
         unfinished = self.file.with_suffix(".tmp")
         optimizer = self.optimizer.state_dict()
@@ -165,7 +166,7 @@ class Training:
         unfinished.rename(self.file)
 
     def hits(self) -> dict[str, int]:
-        """By tier: how often a row that a batch needed was there, and how often an id had no row yet."""
+        """Returns the number of rows that batches found in each tier, and the number of ids that had no row yet."""
         stats = [table.stats() for table in self.tables.values()]
         on_ssd = [tier.ssd for tier in stats if tier.ssd]
         return {
@@ -175,7 +176,7 @@ class Training:
         }
 
     def run(self, data: Iterator[Batch], say_every: int, save_every: int) -> None:
-        """Train on all of `data`."""
+        """Trains on all of `data`."""
         losses: list[float] = []
         began, before = time.perf_counter(), self.hits()
         while True:
@@ -196,7 +197,7 @@ class Training:
                 self.save()
 
     def close(self) -> None:
-        """Say where the rows are, and close the tables."""
+        """Prints the location of the rows, and closes the tables."""
         stats = [table.stats() for table in self.tables.values()]
         on_ssd = sum(table.ssd.rows for table in stats if table.ssd)
         rows, in_ram = sum(table.rows for table in stats), sum(table.host.rows for table in stats)
@@ -213,7 +214,7 @@ def train(options: argparse.Namespace) -> None:
     print(f"begins with click {begun * BATCH:,} of {len(files)} files", flush=True)
     group, skip = divmod(begun * BATCH, GROUP)
     loader = DataLoader(RowGroups(files, group), batch_size=None, num_workers=options.workers)
-    groups = iter(loader)  # this forks the workers, and has to come before the tables
+    groups = iter(loader)  # this forks the workers, and must precede the tables
     training = Training(folder, options.host, options.lookahead)
     try:
         training.run(batches(groups, skip // BATCH, options.steps), options.say_every, options.save_every)

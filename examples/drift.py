@@ -1,8 +1,8 @@
-"""A stream of who liked what, day after day, from a world that changes: items are born and die, users come and go.
+"""A stream of users' likes of items, day by day, from a changing world: users and items arrive, leave, and sometimes return.
 
-Each user and each item has hidden factors, which decide who likes what, so that there is something to learn. How often they occur
-follows Zipf's law. Both stay for some weeks, and some come back later. Only who is there, or will come back, is in memory: samples
-are drawn a day at a time, and those who have left for ever are forgotten.
+Each user and item has hidden factors, which determine the likes, so that there is something to learn. Their frequencies follow
+Zipf's law. Both stay for some weeks, and some return later. Only those that are present or will return are in memory: samples are
+drawn day by day, and those that left permanently are dropped.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 __all__ = ["Day", "Drift", "mixed"]
 
 FACTORS: Final = 4  # K
-# The exponent of Zipf's law by which users and items occur.
+# The exponent of Zipf's law for users and items.
 EXPONENT: Final = 0.9
-# How much hidden factors, and what somebody likes or is liked for anyway, count in the log odds.
+# Weights in the log odds of the hidden factors, and of the biases of users and items.
 OF_FACTORS: Final = 1.3
 OF_BIAS: Final = 0.7
 
 
 @dataclass(frozen=True)
 class Day:
-    """The S samples of a day: ids int64 [S, 2] of a user and an item, labels float32 [S], and the chances float64 [S] of a label of
-    1, which no model is told.
+    """The S samples of a day: ids int64 [S, 2] of a user and an item, labels float32 [S], and the probabilities float64 [S] of a
+    label of 1, which are hidden from models.
     """
 
     ids: NDArray[np.int64]
@@ -33,7 +33,7 @@ class Day:
 
 
 def mixed(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A different id for each number, over all of int64, by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Maps numbers to distinct ids over all of int64, by the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     x = numbers.astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -42,9 +42,7 @@ def mixed(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Habits:
-    """How many arrive a day, for how many days they stay, what share of them comes back, and after how many days. The numbers of
-    days are averages.
-    """
+    """Arrivals per day, mean stay in days, the fraction that returns, and the mean absence in days."""
 
     arrivals: float
     stay: float
@@ -53,22 +51,22 @@ class Habits:
 
 
 class Population:
-    """Users, or items: those who are there, and those who are away and will come back."""
+    """Users, or items: those that are present, and those that are away and will return."""
 
     def __init__(self, random: np.random.Generator, habits: Habits, kind: int) -> None:
         self._random = random
         self._habits = habits
         self._kind = kind
         self.ever = 0
-        self._until = np.zeros(0)  # the day on which each one leaves, or comes back
+        self._until = np.zeros(0)  # the day on which each one leaves or returns
         self._is_here = np.zeros(0, bool)
-        self._weight = np.zeros(0)  # how often each one occurs
+        self._weight = np.zeros(0)  # the frequency of each one
         self.ids = np.zeros(0, np.int64)
         self.factors = np.zeros((0, FACTORS), np.float32)
         self.bias = np.zeros(0, np.float32)
 
     def begin_day(self, day: int) -> None:
-        """Let those leave, come back and arrive whose day it is."""
+        """Applies the departures, returns and arrivals of the day."""
         random, habits = self._random, self._habits
         ends = self._until <= day
         leaving, waking = ends & self._is_here, ends & ~self._is_here
@@ -81,7 +79,7 @@ class Population:
         self._arrive(day, int(random.poisson(habits.arrivals)))
 
     def draw(self, count: int) -> NDArray[np.int64]:
-        """Positions [count] of those who occur, each one who is here as often as its weight says."""
+        """Draws positions [count] of those that are present, in proportion to their weights."""
         here = np.flatnonzero(self._is_here)
         cumulative = np.cumsum(self._weight[here])
         drawn = np.searchsorted(cumulative, self._random.random(count) * cumulative[-1], side="right")
@@ -98,14 +96,14 @@ class Population:
         self.ids = np.concatenate([self.ids, mixed(numbers * 2 + self._kind)])
         self._until = np.concatenate([self._until, day + random.exponential(self._habits.stay, count)])
         self._is_here = np.concatenate([self._is_here, np.ones(count, bool)])
-        # By this power of a uniform number the weights, ranked, follow Zipf's law.
+        # With this power of a uniform number, the ranked weights follow Zipf's law.
         self._weight = np.concatenate([self._weight, (1 - random.random(count)) ** -EXPONENT])
         self.factors = np.concatenate([self.factors, random.standard_normal((count, FACTORS), np.float32)])
         self.bias = np.concatenate([self.bias, random.standard_normal(count, np.float32)])
 
 
 class Drift:
-    """The stream. With the same seed it is the same, day by day.
+    """The stream. It is deterministic for a seed.
 
     At `scale` 1 a day has 100,000 samples, 750 new users and 375 new items. All three grow with `scale`.
     """
@@ -116,14 +114,14 @@ class Drift:
         self.samples = max(1000, int(100_000 * scale))
         self._users = Population(users, Habits(750 * scale, stay=30, returning=0.5, away=45), kind=0)
         self._items = Population(items, Habits(375 * scale, stay=30, returning=0.2, away=60), kind=1)
-        # The world is older than the stream, so that on its first day as many leave as come.
+        # The world starts before the stream, so that departures and arrivals are balanced on its first day.
         self._day = -250
         while self._day < 0:
             self._begin_day()
 
     @property
     def ever(self) -> int:
-        """Users and items who have been there so far, drawn or not."""
+        """Number of users and items that have ever been present, drawn or not."""
         return self._users.ever + self._items.ever
 
     def _begin_day(self) -> None:
@@ -132,7 +130,7 @@ class Drift:
         self._day += 1
 
     def next_day(self) -> Day:
-        """The samples of the next day."""
+        """Returns the samples of the next day."""
         self._begin_day()
         users, items = self._users, self._items
         user, item = users.draw(self.samples), items.draw(self.samples)

@@ -1,13 +1,13 @@
-"""Train TorchRec's DLRM in PyTorch Lightning, with tables in RAM and on SSD. Run it again, and it goes on from its checkpoint.
+"""Train TorchRec's DLRM in PyTorch Lightning, with tables in RAM and on SSD. Run it again, and it resumes from its checkpoint.
 
-`EmbCacheCheckpoint` is a callback: with each checkpoint that Lightning writes it saves the rows, and before Lightning loads one it
-loads the rows of then. Lightning knows nothing of rows: `configure_optimizers` gives it the dense parameters alone, because the
-backward itself updates the rows.
+`EmbCacheCheckpoint` is a callback: with each checkpoint that Lightning writes it saves the rows, and before Lightning loads a
+checkpoint it loads the rows saved with it. Lightning does not handle rows: `configure_optimizers` only returns an optimizer of the
+dense parameters, because the backward itself updates the rows.
 
     python examples/lightning_dlrm.py --epochs 1
     python examples/lightning_dlrm.py --epochs 2  # trains one more
 
-Both are in `--folder`, by default `lightning_rows` in the current directory. Remove it to start anew.
+Both are in `--folder`, by default `lightning_rows` in the current directory. Remove it to start from scratch.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 import warnings
 from pathlib import Path
 
-# Hide what the libraries warn about among themselves.
+# Hide warnings that the libraries raise about each other.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|lightning).*")
 for library in ("torchrec", "torch.fx", "lightning.pytorch", "lightning.fabric"):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -34,18 +34,18 @@ from torchrec_embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingB
 from torchrec_embcache.lightning import EmbCacheCheckpoint
 
 FEATURES = ["who", "what"]
-IDS = 6_000  # of each feature
+IDS = 6_000  # per feature
 DENSE = 4
 Clicks = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def tables(ssd_dir: Path) -> EmbCacheEmbeddingBagCollection:
-    """A table for each feature, with half of the RAM that the rows need."""
+    """Creates a table for each feature, with half of the RAM that the rows need."""
     configs = [
         EmbCacheEmbeddingBagConfig(name=name, embedding_dim=32, num_embeddings=IDS, feature_names=[name])
         for name in FEATURES
     ]
-    # "discard": the rows come from Lightning's checkpoint. What an earlier run left on SSD is of another moment.
+    # "discard": the rows are loaded from Lightning's checkpoint. Rows that an earlier run left on SSD have another state.
     tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="128MiB", ssd_dir=ssd_dir, reopen="discard")
     collection = EmbCacheEmbeddingBagCollection(
         tables=configs, tiers=tiers, name="tables", device=torch.device("cpu"), seed=1
@@ -55,7 +55,7 @@ def tables(ssd_dir: Path) -> EmbCacheEmbeddingBagCollection:
 
 
 class Recommender(LightningModule):
-    """Who clicks on what."""
+    """Predicts clicks from two ids."""
 
     def __init__(self, ssd_dir: Path) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Recommender(LightningModule):
         )
 
     def loss(self, clicks: Clicks) -> torch.Tensor:
-        """The mean loss of some clicks: ids [B, 2], dense features [B, 4], labels [B]."""
+        """Returns the mean loss of some clicks: ids [B, 2], dense features [B, 4], labels [B]."""
         ids, dense, labels = clicks
         ones = torch.ones(ids.numel(), dtype=torch.int32)
         features = KeyedJaggedTensor(FEATURES, ids.t().reshape(-1), lengths=ones)
@@ -75,21 +75,21 @@ class Recommender(LightningModule):
         return torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
     def training_step(self, clicks: Clicks, _index: int) -> torch.Tensor:
-        """A step. Its backward also updates the rows."""
+        """Runs a step. Its backward also updates the rows."""
         return self.loss(clicks)
 
     def validation_step(self, clicks: Clicks, _index: int) -> None:
-        """Note the loss of clicks that are never trained."""
+        """Logs the loss of clicks that are never trained."""
         self.log("loss", self.loss(clicks), batch_size=len(clicks[0]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer of the dense parameters alone."""
+        """Returns the optimizer of the dense parameters only."""
         dense = [parameter for name, parameter in self.named_parameters() if "embedding" not in name]
         return torch.optim.Adam(dense, lr=0.005)
 
 
 def clicks(count: int, seed: int) -> TensorDataset:
-    """Clicks whose label follows from hidden tastes of the ids, and a little from the dense features."""
+    """Returns clicks whose labels depend on hidden values of the ids, and slightly on the dense features."""
     tastes = torch.randn(2, IDS, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     rank = (torch.rand(count, 2, generator=generator) ** 2 * IDS).long()
@@ -106,7 +106,7 @@ def train(folder: Path, epochs: int, count: int) -> None:
     every_epoch = ModelCheckpoint(dirpath=folder, filename="newest", enable_version_counter=False)
     trainer = Trainer(
         max_epochs=epochs,
-        # The rows that Lightning's file names stay until Lightning has replaced the file.
+        # The rows that belong to Lightning's file are kept until Lightning has replaced the file.
         callbacks=[EmbCacheCheckpoint(folder / "rows"), every_epoch],
         default_root_dir=folder,
         accelerator="cpu",

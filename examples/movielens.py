@@ -1,13 +1,14 @@
-"""MovieLens-100K as batches for a DLRM: who liked what, in the order of time.
+"""MovieLens-100K as batches for a DLRM: likes of users, in the order of time.
 
-The ratings are read from the installed `recbole` wheel, which may distribute them. This project may not, and holds no copy.
+The ratings are read from the installed `recbole` wheel, which may distribute them. This project may not, and contains no copy.
 
 Features (ids are any 64-bit integers):
     user, item          those of the rating
-    history             the items that the user liked last, at most 10, in the table of `item`
+    history             the items that the user liked most recently, at most 10, in the table of `item`
     taste               the user with each genre of the item, hashed to ids of the table `cross`, half of them negative
     peers               the user's occupation and age band with the item, hashed to ids of `cross` too
-Dense: the user's age, the film's year, how often the user and the item have been rated so far. The label is 1 for a rating of 4 or
+Dense: the user's age, the film's year, the number of earlier ratings of the user and of the item. The label is 1 for a rating of 4
+or
 5.
 """
 
@@ -25,7 +26,7 @@ from torchrec.datasets.utils import Batch
 
 __all__ = ["FEATURES", "TABLES", "Ratings", "read_ratings"]
 
-# The features of each table. The DLRM wants one width for all tables.
+# The features of each table. The DLRM requires one width for all tables.
 TABLES = {"user": ["user"], "item": ["item", "history"], "cross": ["taste", "peers"]}
 FEATURES = [feature for features in TABLES.values() for feature in features]
 HISTORY = 10
@@ -45,13 +46,13 @@ class Ratings:
         return len(self.labels)
 
     def split(self, share: float) -> tuple["Ratings", "Ratings"]:
-        """The first `share` of the ratings, and the rest."""
+        """Splits into the first `share` of the ratings and the rest."""
         order = torch.arange(len(self))
         cut = int(len(self) * share)
         return self.take(order[:cut]), self.take(order[cut:])
 
     def take(self, rows: torch.Tensor) -> "Ratings":
-        """The ratings at the given positions, in that order."""
+        """Returns the ratings at the given positions, in that order."""
         values, lengths = {}, {}
         for feature in FEATURES:
             length = self.lengths[feature]
@@ -64,7 +65,7 @@ class Ratings:
         return Ratings(self.dense[rows], self.labels[rows], values, lengths)
 
     def batches(self, size: int, shuffle_seed: int | None = None) -> Iterator[Batch]:
-        """Batches of `size` ratings. When they are shuffled, the rest that fills no batch is left out."""
+        """Yields batches of `size` ratings. If they are shuffled, an incomplete last batch is omitted."""
         order = torch.arange(len(self))
         if shuffle_seed is not None:
             order = torch.randperm(len(self), generator=torch.Generator().manual_seed(shuffle_seed))
@@ -79,12 +80,12 @@ class Ratings:
             yield Batch(dense_features=part.dense, sparse_features=features, labels=part.labels)
 
     def ids(self, table: str) -> torch.Tensor:
-        """The distinct ids that a table sees, sorted."""
+        """Returns the distinct ids of a table, sorted."""
         return torch.unique(torch.cat([self.values[feature] for feature in TABLES[table]]))
 
 
 def dataset_folder() -> Path:
-    """The folder in which the installed recbole keeps MovieLens-100K."""
+    """Returns the directory of MovieLens-100K in the installed recbole."""
     try:
         folder = Path(str(distribution("recbole").locate_file("recbole/dataset_example/ml-100k")))
     except PackageNotFoundError:
@@ -97,7 +98,7 @@ def dataset_folder() -> Path:
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
-    """A file of the data set. The names of its columns are without their types."""
+    """Reads a file of the data set. The types are removed from its column names."""
     with (dataset_folder() / f"ml-100k.{name}").open(encoding="utf-8", newline="") as file:
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         names = [column.split(":")[0] for column in next(rows)]
@@ -105,7 +106,7 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 
 def cross(*parts: int) -> int:
-    """A signed 64-bit id made of several small ones (by the finaliser of SplitMix64)."""
+    """Hashes several small ids to a signed 64-bit id (with the finalizer of SplitMix64)."""
     mixed = 0
     for part in parts:
         mixed = (mixed * 1_000_003 + part + 1) & (2**64 - 1)
@@ -116,7 +117,7 @@ def cross(*parts: int) -> int:
 
 
 def read_ratings() -> Ratings:
-    """All 100,000 ratings."""
+    """Reads all 100,000 ratings."""
     users = {int(row["user_id"]): row for row in rows_of("user")}
     items = {int(row["item_id"]): row for row in rows_of("item")}
     genres = sorted({genre for row in items.values() for genre in row["class"].split()})

@@ -1,14 +1,14 @@
-"""Train a DLRM on MovieLens-100K with tables in three tiers, and check everything that can be checked.
+"""Train a DLRM on MovieLens-100K with tables in three tiers, and verify the results.
 
-1. The same DLRM is trained twice from the same first values: on plain TorchRec (`EmbeddingBagCollection`), and on
+1. The same DLRM is trained twice from the same initial values: on plain TorchRec (`EmbeddingBagCollection`), and on
    `EmbCacheEmbeddingBagCollection` with budgets so small that device tier, host tier and SSD all serve rows.
 2. The losses of every step, the AUC on later ratings, and every row must agree.
-3. The tables are saved, and loaded by two new processes. Every row and every prediction is compared. Then these train on.
-4. A page shows all of it: `target/demo/report.html`.
+3. The tables are saved, and loaded by two new processes. Every row and every prediction is compared. Then training continues there.
+4. A page shows the results: `target/demo/report.html`.
 
     python examples/movielens_dlrm.py [--epochs 1] [--ratings 100000] [--folder DIR] [--report FILE]
 
-The exit status is 0 only when all of it agrees.
+The exit status is 0 only if all results agree.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Hide what the libraries warn about among themselves.
+# Hide warnings that the libraries raise about each other.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
 for library in ("torchrec", "torch.fx"):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -64,16 +64,17 @@ from torchrec_embcache.sizing import traffic_of
 DIM = 16
 BATCH = 512
 CPU = torch.device("cpu")
-# This eps is near the size of the gradients. With a tiny one, Adagrad makes a whole step of a gradient that is mere rounding.
+# This eps is near the size of the gradients. With a tiny eps, Adagrad amplifies gradients that are mere rounding errors to full
+# steps.
 SPARSE_LR = {"lr": 0.05, "eps": 1e-5}
 DENSE_LR = 0.01
-# The number of rows of the plain tables. Cached tables have as many rows as there are ids.
+# Row counts of the plain tables. Cached tables have one row per id.
 SIZES = {"user": 1_000, "item": 2_000, "cross": 50_000}
-# The budgets of each table. A row takes 96 bytes: 64 of weights, and 32 of its header with the optimizer's sum.
+# The budgets of each table. A row uses 96 bytes: 64 of weights, and 32 of its header with the optimizer's sum.
 DEVICE_BYTES = {"user": "64KiB", "item": "192KiB", "cross": "384KiB"}
 HOST_BYTES = {"user": "192KiB", "item": "192KiB", "cross": "384KiB"}
 SSD_BYTES = "64MiB"
-# How many samples of the tables' counters the report shows.
+# Number of samples of the tables' counters in the report.
 SAMPLES = 50
 REPORT = Path(__file__).resolve().parents[1] / "target" / "demo" / "report.html"
 
@@ -134,19 +135,19 @@ def shard(model: DLRMTrain) -> DistributedModelParallel:
 
 
 def tables_of(model: torch.nn.Module) -> dict[str, CacheTable]:
-    """This rank's shard of every table."""
+    """Returns this rank's shard of every table."""
     return {name: table for module in cache_modules(model).values() for name, table in module.tables.items()}
 
 
 def collection_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The collection by itself. Of this, tables are called by their names alone."""
+    """Returns the collection itself, within which tables are identified by name only."""
     (collection,) = cache_modules(model).values()
     assert isinstance(collection, torch.nn.Module)
     return collection
 
 
 def dense_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of the MLPs, by their names in the bare model."""
+    """Returns the parameters of the MLPs, by their names in the bare model."""
     found = {}
     for name, parameter in model.named_parameters():
         bare = name[name.index("model.dense_arch") :] if "model.dense_arch" in name else name
@@ -158,7 +159,7 @@ def dense_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def predict(model: torch.nn.Module, batches: Iterator[Batch]) -> torch.Tensor:
-    """The logits of all ratings."""
+    """Returns the logits of all ratings."""
     model.eval()
     logits = [model(batch)[1][1] for batch in batches]
     model.train()
@@ -166,7 +167,7 @@ def predict(model: torch.nn.Module, batches: Iterator[Batch]) -> torch.Tensor:
 
 
 def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """The share of pairs (liked, not liked) that are in order, where a tie counts half (the Mann-Whitney statistic)."""
+    """Returns the fraction of pairs (liked, not liked) that are in order; a tie counts half (the Mann-Whitney statistic)."""
     _, inverse, counts = torch.unique(logits.double(), return_inverse=True, return_counts=True)
     rank = (torch.cumsum(counts, 0) - (counts - 1) / 2)[inverse]
     liked = labels > 0.5
@@ -176,7 +177,7 @@ def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 @contextmanager
 def process_group() -> Generator[None]:
-    """The process group that torchrun describes, or one of this process by itself."""
+    """Creates torchrun's process group, or a process group of a single rank."""
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     else:
@@ -190,7 +191,7 @@ def process_group() -> Generator[None]:
 
 
 def remap(batch: Batch, known: dict[str, torch.Tensor]) -> Batch:
-    """The batch with each id replaced by its index among the table's known ids, as a plain table needs it."""
+    """Replaces each id by its index among the table's known ids, as a plain table requires."""
     features = batch.sparse_features
     of_feature = {feature: table for table, names in TABLES.items() for feature in names}
     values = [torch.searchsorted(known[of_feature[feature]], features[feature].values()) for feature in FEATURES]
@@ -199,7 +200,7 @@ def remap(batch: Batch, known: dict[str, torch.Tensor]) -> Batch:
 
 
 def train_plain(model: DLRMTrain, train: Ratings, known: dict[str, torch.Tensor], epochs: int) -> Course:
-    """The loss of every step, and the seconds it took."""
+    """Trains on plain TorchRec. Returns the loss and the seconds of every step."""
     tables = model.model.sparse_arch.embedding_bag_collection
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), SPARSE_LR)
     optimizer = torch.optim.Adagrad(dense_parameters(model).values(), lr=DENSE_LR)
@@ -228,7 +229,7 @@ def train_cached(
     show: bool = True,
     after_step: Callable[[int], None] = lambda _step: None,
 ) -> Course:
-    """The loss of every step, and the seconds it took. `after_step` is told how many steps there have been."""
+    """Trains on cached tables. Returns the loss and the seconds of every step. Calls `after_step` with the number of steps."""
     optimizer = torch.optim.Adagrad(dense_parameters(model).values(), lr=DENSE_LR)
     pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, CPU, lookahead=lookahead, execute_all_batches=True)
     batches = (batch for epoch in range(epochs) for batch in train.batches(BATCH, shuffle_seed=epoch))
@@ -247,14 +248,14 @@ def train_cached(
             after_step(len(losses))
             bar.set_postfix(loss=f"{float(loss):.4f}", refresh=False)
             bar.update()
-    pipeline.detach()  # the model has its own forward again
+    pipeline.detach()  # restores the model's own forward
     return Course(torch.stack(losses), times)
 
 
 def sampled_training(
     model: DistributedModelParallel, train: Ratings, options: argparse.Namespace, metrics: Path
 ) -> Course:
-    """Train, and write samples of the tables' counters to the file `metrics`."""
+    """Trains, and writes samples of the tables' counters to the file `metrics`."""
     every = max(1, options.epochs * (len(train) // BATCH) // SAMPLES)
     with JsonlLogger(collection_of(model), metrics, interval_s=None) as logger:
         return train_cached(
@@ -267,7 +268,7 @@ def sampled_training(
 
 
 def demonstrate(options: argparse.Namespace, folder: Path) -> int:
-    """Steps 1 to 3. The last one runs in processes of its own."""
+    """Runs steps 1 to 3. The last one runs in separate processes."""
     checks = Checks()
     print("reading MovieLens-100K", flush=True)
     ratings = read_ratings()
@@ -343,7 +344,7 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
 
 
 def report(run: Run, path: Path) -> None:
-    """Write the page, where matplotlib is there to draw its pictures."""
+    """Writes the page, if matplotlib is installed."""
     try:
         write_report(run, path)
     except UnsupportedError as error:
@@ -351,7 +352,7 @@ def report(run: Run, path: Path) -> None:
 
 
 def verify(options: argparse.Namespace, folder: Path) -> int:
-    """Compare what one of two processes finds in the checkpoint with what was saved: its share of every table, bit for bit."""
+    """Compares this rank's shard of every loaded table bitwise with the saved rows, in one of two processes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     ratings = read_ratings()
     _, later = ratings.take(torch.arange(min(options.ratings, len(ratings)))).split(0.8)
@@ -402,7 +403,7 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
 
     if rank == 0:
         (folder / "verified.json").write_text(json.dumps(findings))
-    flush(model)  # flushes what was trained here since the load, on all ranks together
+    flush(model)  # flushes the training since the load, on all ranks together
     checks = Checks()
     for finding in findings:
         if rank == 0:
@@ -440,7 +441,7 @@ if __name__ == "__main__":
     begin = time.perf_counter()
     given = arguments()
     if not given.verify:
-        given.report.unlink(missing_ok=True)  # that of a run before
+        given.report.unlink(missing_ok=True)  # the report of a previous run
     status = main(given)
     if not given.verify:
         print(f"{'all of it agrees' if status == 0 else 'FAILED'} ({time.perf_counter() - begin:.0f} s)")

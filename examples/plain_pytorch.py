@@ -1,9 +1,9 @@
 """Train a table larger than its RAM budget in plain PyTorch, without TorchRec and without a process group.
 
-`EmbCacheEmbeddingBag` takes the place of `torch.nn.EmbeddingBag`. Ids may be any 64-bit integers, and the table's own optimizer
-runs in the backward. Run this twice, or stop it by Ctrl-C and run it again: it continues where it was. The table resumes from its
-SSD tier, and the dense part from a file beside it. Both are in `--folder`, by default `plain_pytorch_rows` in the current
-directory. Remove that folder to start anew.
+`EmbCacheEmbeddingBag` replaces `torch.nn.EmbeddingBag`. Ids may be any 64-bit integers, and the table's own optimizer runs in the
+backward. Run this twice, or stop it with Ctrl-C and run it again: it resumes. The table resumes from its SSD tier, and the dense
+part from a file next to it. Both are in `--folder`, by default `plain_pytorch_rows` in the current directory. Remove that folder to
+start from scratch.
 """
 
 import argparse
@@ -19,7 +19,7 @@ BAG = 8
 
 
 class Model(nn.Module):
-    """Answers whether the sum of the ids' hidden values is positive."""
+    """Predicts if the sum of the ids' hidden values is positive."""
 
     def __init__(self, ssd_dir: Path) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Model(nn.Module):
             name="ids",
             embedding_dim=32,
             mode="sum",
-            # "auto" continues where the last run ended, and starts anew where there was none.
+            # "auto" resumes from the previous run, or starts empty if there is none.
             tiers=TierBudgets(
                 host_bytes="4MiB", ssd_bytes="256MiB", ssd_dir=ssd_dir, reopen="auto", flush_every="1min"
             ),
@@ -38,20 +38,20 @@ class Model(nn.Module):
         self.over = nn.Linear(32, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [B] of ids [B, 8]."""
+        """Returns logits [B] of ids [B, 8]."""
         logits: torch.Tensor = self.over(self.ids(ids))[:, 0]
         return logits
 
 
 def batch(size: int, ids: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [B, 8], skewed and scattered over all of int64, and labels [B], which follow from a hidden sign of each id."""
+    """Returns ids [B, 8], skewed and scattered over all of int64, and labels [B], which depend on a hidden sign of each id."""
     rank = (torch.rand(size, BAG, generator=generator) ** 3 * ids).long()
     hidden = (rank * 2_654_435_761 >> 7) % 2 * 2 - 1
     return rank * 0x1E3779B97F4A7C15, (hidden.sum(1) > 0).float()
 
 
 def train(folder: Path, steps: int, ids: int) -> float:
-    """Train. Returns the share of the last batches' samples that the model gets right before it is trained on them."""
+    """Trains. Returns the accuracy on the last batches, measured before each is trained."""
     model = Model(folder)
     dense = folder / "dense.pt"
     if dense.exists():
@@ -70,7 +70,7 @@ def train(folder: Path, steps: int, ids: int) -> float:
                     f"{stats.ssd.rows if stats.ssd else 0} on SSD"
                 )
     finally:
-        # Ctrl-C leads here too. A table that nobody closes would be flushed at the end of the process anyway.
+        # Ctrl-C leads here too. A table that is not closed would be flushed at process exit anyway.
         torch.save(model.over.state_dict(), dense)
     model.ids.close()
     last = right[-max(steps // 5, 1) :]
@@ -78,11 +78,11 @@ def train(folder: Path, steps: int, ids: int) -> float:
 
 
 def train_step(model: Model, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
-    """Train on a batch. Returns the share of its samples that the model got right before this step."""
+    """Trains on a batch. Returns the accuracy on the batch before this step."""
     logits = model(x)
     loss = nn.functional.binary_cross_entropy_with_logits(logits, y)
     optimizer.zero_grad()
-    loss.backward()  # this changes the table's rows
+    loss.backward()  # this updates the table's rows
     optimizer.step()
     return float(((logits > 0) == (y > 0.5)).float().mean())
 

@@ -1,4 +1,4 @@
-"""The report of the demo: a page of one file, with what was run, what was checked, and what each tier did."""
+"""The report of the demo: a self-contained page with the setup, the checks, and the tiers' counters of a run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,14 +37,14 @@ tbody tr:last-child > * { border-bottom: 0; }
 
 @dataclass(frozen=True)
 class Run:
-    """All that the page tells of a run.
+    """Data of the page.
 
-    - `facts`: names and values of what was run.
-    - `checks`: what was compared.
-    - `ours`, `plain`: the training over three tiers, and that of plain TorchRec.
-    - `auc`: of both, on the later ratings.
+    - `facts`: names and values of the setup.
+    - `checks`: the comparisons.
+    - `ours`, `plain`: the training over three tiers, and on plain TorchRec.
+    - `auc`: AUC of both, on the later ratings.
     - `metrics`: the file of samples that `JsonlLogger` wrote during training.
-    - `traffic`: of the tables.
+    - `traffic`: the traffic of the tables.
     """
 
     facts: dict[str, str]
@@ -57,7 +57,7 @@ class Run:
 
 
 def write_report(run: Run, path: Path) -> None:
-    """Write the page. It loads nothing: pictures and styles are in it."""
+    """Writes the page. It loads nothing: plots and styles are inline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     title = "A DLRM on MovieLens-100K over three tiers"
     parts = [
@@ -129,7 +129,7 @@ def training_panels(run: Run) -> list[Panel]:
 
 
 def tiers(run: Run) -> Iterator[str]:
-    """The diagrams of each table. Their titles begin with its name."""
+    """Yields the plots of each table. Their titles start with its name."""
     panels = read_panels([run.metrics])
     for table in dict.fromkeys(panel.title.split(": ")[0] for panel in panels):
         yield f"<h3>Table {escape(table)}</h3>"
@@ -137,7 +137,7 @@ def tiers(run: Run) -> Iterator[str]:
 
 
 def sizing(traffic: Sequence[TableTraffic]) -> Iterator[str]:
-    """The curves, and how `advise` would divide what the tables have now."""
+    """Yields the miss ratio curves, and the division of the current budgets by `advise`."""
     yield (
         "<p>The miss ratio is the share of lookups whose row is not in RAM, in which device tier and host tier count together. It "
         "was measured on a sample of the ids while the tables trained.</p>"
@@ -163,8 +163,8 @@ def sizing(traffic: Sequence[TableTraffic]) -> Iterator[str]:
 
 
 def advised(traffic: Sequence[TableTraffic]) -> tuple[str, BudgetAdvice]:
-    """The advice for the bytes of now. `advise` leaves room for several batches in each tier, for which these may be too few: then
-    for as many times these bytes as it takes.
+    """Returns the advice for the current budgets. `advise` reserves space for several batches in each tier, for which these may be
+    too small: in that case they are doubled until they suffice.
     """
     device, host, ssd = (
         sum(getattr(table, f"{tier}_bytes") for table in traffic) for tier in ("device", "host", "ssd")
@@ -186,7 +186,7 @@ def figures(name: str, panels: Sequence[Panel]) -> str:
 
 
 def grid(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], css: str = "") -> str:
-    """A table in a box in which it scrolls, where it is wider."""
+    """Returns a table in a box that scrolls if the table is wider."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heads)
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"

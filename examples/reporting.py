@@ -1,4 +1,4 @@
-"""What the examples print: comparisons, and what each tier did."""
+"""Output of the examples: comparisons, and the tiers' counters."""
 
 from dataclasses import dataclass
 
@@ -12,42 +12,42 @@ __all__ = ["Checks", "Course", "rows_of", "show_tiers"]
 
 @dataclass(frozen=True)
 class Course:
-    """How a training went: the loss [S] of each of S steps, and the seconds that each took."""
+    """Results of a training: the loss [S] of each of S steps, and the seconds of each."""
 
     losses: torch.Tensor
     times: list[float]
 
     @property
     def mean_ms(self) -> float:
-        """The milliseconds of a step."""
+        """Mean milliseconds per step."""
         return 1e3 * sum(self.times) / max(len(self.times), 1)
 
 
 class Checks:
-    """Notes comparisons. The run fails if one of them fails."""
+    """Records comparisons. The run fails if any of them fails."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
-        self.found: list[tuple[str, bool, str]] = []  # what, whether it agrees, and figures
+        self.found: list[tuple[str, bool, str]] = []  # name, result, figures
 
     def __call__(self, what: str, agrees: bool, figures: str = "") -> None:
-        """Note one comparison."""
+        """Prints and records one comparison."""
         print(f"  {'agrees  ' if agrees else 'DIFFERS '} {what}{': ' if figures else ''}{figures}", flush=True)
         self.note(what, agrees, figures)
 
     def note(self, what: str, agrees: bool, figures: str = "") -> None:
-        """Note one comparison that another process has printed."""
+        """Records one comparison that another process has printed."""
         self.found.append((what, agrees, figures))
         if not agrees:
             self.failed.append(what)
 
     def close(self, what: str, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
-        """Compare two tensors."""
+        """Compares two tensors."""
         difference = float((a.double() - b.double()).abs().max()) if a.shape == b.shape and a.numel() else float("nan")
         self(what, difference <= tolerance, f"greatest difference {difference:.2g}, {tolerance:g} allowed")
 
     def mostly_close(self, what: str, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
-        """Compare two tensors of rows [n, D]. A few rows may differ, because rounding can put a sample on the other side of a
+        """Compares two tensors of rows [n, D]. A few rows may differ, because rounding can move a sample to the other side of a
         ReLU.
         """
         difference = (a.double() - b.double()).abs().amax(1)
@@ -59,14 +59,14 @@ class Checks:
         )
 
     def end(self) -> int:
-        """The exit status: 0 if all comparisons succeeded."""
+        """Returns the exit status: 0 if all comparisons succeeded."""
         if self.failed:
             print(f"{len(self.failed)} of the checks failed: {'; '.join(self.failed)}")
         return 1 if self.failed else 0
 
 
 def show_tiers(tables: dict[str, CacheTable], checks: Checks) -> None:
-    """Print what each tier of each table did. All three tiers must have served."""
+    """Prints the counters of each tier of each table. All three tiers must have served rows."""
     heads = f"{'hits':>9} {'hit %':>6} {'evicted':>8} {'read MiB':>9} {'written MiB':>12} {'s':>7}"
     print(f"  {'table':6} {'tier':7} {'rows':>7} {'KiB':>7} {heads}")
     for name, table in tables.items():
@@ -88,7 +88,7 @@ def show_tiers(tables: dict[str, CacheTable], checks: Checks) -> None:
 
 
 def rows_of(table: CacheTable) -> dict[str, np.ndarray]:
-    """Every row of this rank, sorted by id."""
+    """Returns every row of this rank, sorted by id."""
     chunks = list(table.export())
     columns = {
         "ids": [chunk.ids for chunk in chunks],

@@ -1,11 +1,11 @@
-"""Serve the tables of a directory of checkpoints over HTTP, kept up with the trainer, with metrics for Prometheus.
+"""Serve the tables of a directory of checkpoints over HTTP, following the trainer, with metrics for Prometheus.
 
     pip install "torchrec-embcache[serve]"
     python examples/serve_fastapi.py ckpt --port 8000
     curl -s localhost:8000/lookup -H 'content-type: application/json' -d '{"tables": {"item": [7, 8]}}'
 
-A request reads one version for all of its tables. Several workers of one machine (`--workers 4`) share the files' memory.
-Without a directory a small table is made, in a folder that goes when the server ends.
+A request reads one version for all of its tables. Several workers of one machine (`--workers 4`) share the files' memory. Without a
+directory a small table is created in a temporary folder, which is removed when the server stops.
 """
 
 import argparse
@@ -27,18 +27,18 @@ from torchrec_embcache import EmbCacheEmbedding, EmbCacheError, Saver, TierBudge
 from torchrec_embcache.exceptions import ConfigError, InputError, MismatchError, StaleError
 from torchrec_embcache.monitoring import ServingCollector
 
-# Workers are processes of their own, which are told by their environment what to serve.
+# Workers are separate processes; environment variables pass the settings to them.
 PATH, MOST_SECONDS = "SERVE_PATH", "SERVE_MAX_STALENESS_SECONDS"
 
 
 class Lookup(BaseModel):
-    """Ids by table: by its name, or by "module/name"."""
+    """Ids by table, which is identified by its name or by "module/name"."""
 
     tables: dict[str, list[int]]
 
 
 class Pooled(BaseModel):
-    """Bags of ids, each of which becomes one row."""
+    """Bags of ids, each of which is pooled to one row."""
 
     table: str
     bags: list[list[int]]
@@ -46,7 +46,7 @@ class Pooled(BaseModel):
 
 
 def make_app() -> FastAPI:
-    """The application, for uvicorn. It opens the tables when it starts, and closes them when it ends."""
+    """Creates the application for uvicorn. It opens the tables at startup and closes them at shutdown."""
     most = os.environ.get(MOST_SECONDS)
     follow = serving.Follow(
         poll_seconds=0.5, max_staleness_seconds=float(most) if most else None, on_stale="raise" if most else "serve"
@@ -62,7 +62,7 @@ def make_app() -> FastAPI:
 
     app = FastAPI(title="torchrec-embcache", lifespan=lifespan)
 
-    # Functions that are not async run in threads, where lookups run side by side.
+    # Functions that are not async run in threads, so lookups run in parallel.
     def lookup(asked: Lookup) -> dict[str, Any]:
         with tables.pin() as version:
             found = {name: version[name].lookup(ids) for name, ids in asked.tables.items()}
@@ -103,7 +103,7 @@ def make_app() -> FastAPI:
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A checkpoint of a small table: the row of id n is n, n / 2, n / 4, n / 8."""
+    """Saves a checkpoint of a small table: the row of id n is n, n / 2, n / 4, n / 8."""
     item = EmbCacheEmbedding(
         name="item", embedding_dim=4, tiers=TierBudgets(host_bytes="8MiB"), optimizer=optimizers.SGD(lr=0.1)
     )

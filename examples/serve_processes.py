@@ -1,11 +1,12 @@
-"""Several processes serve one directory of checkpoints while a trainer saves deltas into it, and what they see is compared.
+"""Several processes serve one directory of checkpoints while a trainer saves deltas into it, and the rows that they read are
+compared.
 
     python examples/serve_processes.py --processes 4 --seconds 30
 
-The trainer gives every row of two tables the number of the save. So a request that saw two versions, or a row that was half
-written, would read two numbers. The clock starts when every process has answered a request. Each process prints a line a second
-and one at the end: the version, how long after its publication it was first served, and the median and 99th percentile of
-lookups. At the end it is said what memory the processes take together.
+The trainer sets every row of two tables to the number of the save. A request that reads two versions, or a partially written row,
+would therefore read two numbers. The clock starts when every process has answered a request. Each process prints one line per
+second and one at the end: the version, the delay between its publication and the first request that reads it, and the median and
+99th percentile of lookups. At the end, the total memory of the processes is printed.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers,
 
 TABLES = ("user", "item")
 DIM = 16
-# Longer than any machine needs to start the processes, or to serve the newest version: these end a wait that would last for ever.
+# Timeouts, longer than any machine needs to start the processes, and to serve the latest version.
 START_SECONDS, END_SECONDS = 600, 300
 
 
@@ -39,7 +40,7 @@ def make_table(name: str) -> EmbCacheEmbedding:
 
 
 class Trainer:
-    """Saves a full checkpoint, and then deltas in which some rows changed. Each number of a row is that of its save."""
+    """Saves a full checkpoint, and then deltas with some changed rows. All values of a row are the number of the save."""
 
     def __init__(self, path: Path, rows: int) -> None:
         self.path, self.rows, self.saves = path, rows, 0
@@ -47,7 +48,7 @@ class Trainer:
         self._saver = Saver(0)
 
     def save(self) -> None:
-        """Rows that a request reads together change together: those whose id has the same remainder."""
+        """Changes some rows and saves. Rows that one request reads are changed together: their ids have the same remainder."""
         ids = torch.arange(self.rows) if self.saves == 0 else torch.arange(self.saves % 10, self.rows, 10)
         for table in self.model.values():
             assert isinstance(table, EmbCacheEmbedding)
@@ -58,7 +59,7 @@ class Trainer:
 
 @dataclass
 class Served:
-    """What a serving process saw."""
+    """Results of a serving process."""
 
     number: int
     requests: int = 0
@@ -66,20 +67,20 @@ class Served:
     lost: int = 0  # ids that were not found
     versions: int = 0
     failed_polls: int = 0
-    delays: list[float] = field(default_factory=list)  # from a publication until it is served, in seconds
+    delays: list[float] = field(default_factory=list)  # seconds from a publication to the first read of it
     p50_us: float = 0.0
     p99_us: float = 0.0
     pss_kib: int = 0
 
 
 def pss_kib() -> int:
-    """Memory of this process in KiB, each shared page divided by the processes that share it."""
+    """Returns the memory of this process in KiB, each shared page divided by the number of processes that share it."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
 
 
 def quantiles(times: list[float]) -> tuple[float, float]:
-    """The median and the 99th percentile of seconds, in microseconds."""
+    """Returns the median and the 99th percentile of seconds, in microseconds."""
     if not times:
         return 0.0, 0.0
     p50, p99 = (
@@ -89,9 +90,9 @@ def quantiles(times: list[float]) -> tuple[float, float]:
 
 
 def serve(number: int, path: str, rows: int, batch: int, ready: Barrier, ends: Event, results: "Queue[Served]") -> None:
-    """Answer requests until `ends`, and then until a later version than the first was served.
+    """Answers requests until `ends`, and then until a later version than the first was served.
 
-    Each request reads as many rows of both tables, of one version.
+    Each request reads the same number of rows from both tables, of one version.
     """
     torch.set_num_threads(1)
     served, random = Served(number), torch.Generator().manual_seed(number)
@@ -120,7 +121,7 @@ def serve(number: int, path: str, rows: int, batch: int, ready: Barrier, ends: E
             served.mixed += bool(read.min() != read.max())
             served.lost += sum(int((~part.found).sum()) for part in found)
             if version.name != name:
-                if name:  # what was there before this process is no news
+                if name:  # the first version was published before this process started
                     served.delays.append(max(0.0, time.time() - tables.pin().published_at))
                 else:
                     ready.wait(START_SECONDS)
@@ -136,13 +137,13 @@ def serve(number: int, path: str, rows: int, batch: int, ready: Barrier, ends: E
 
 
 def run(options: argparse.Namespace, path: Path) -> int:
-    """Train and serve, and compare. The exit status says whether all checks hold."""
+    """Trains and serves, and compares. Returns exit status 0 if all checks succeed."""
     trainer, checks = Trainer(path, options.rows), Checks()
     trainer.save()
     context: Any = multiprocessing.get_context("spawn")
     ready, ends, results = context.Barrier(options.processes + 1), context.Event(), context.Queue()
     processes = [
-        # As daemons they end with this one, whatever it ends by.
+        # Daemon processes end with this one, for any reason.
         context.Process(
             target=serve, args=(number, str(path), options.rows, options.batch, ready, ends, results), daemon=True
         )

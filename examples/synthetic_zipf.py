@@ -1,7 +1,7 @@
-"""Train a table that is ten times its RAM budget, on ids drawn by Zipf's law, and show what that costs.
+"""Train a table that is ten times its RAM budget, on ids drawn by Zipf's law, and show the cost.
 
-The same batches go to two tables: one has everything in RAM, the other a tenth of that and the rest on SSD. The losses and every
-row must have the same bits. This prints steps a second, hits by tier and resident memory.
+The same batches are trained on two tables: one has all rows in RAM, the other a tenth of them and the rest on SSD. The losses and
+all rows must be bitwise identical. This prints steps per second, hits by tier and resident memory.
 """
 
 import argparse
@@ -21,7 +21,7 @@ ROW_BYTES = 4 * DIM + 32  # rowwise Adagrad: weights and header
 
 
 def zipf_batches(steps: int, size: int, bag: int, rows: int, exponent: float = 1.05) -> Iterator[torch.Tensor]:
-    """Ids [size, bag]. Rank r is drawn in proportion to r^-exponent, and ranks are scattered over all of int64."""
+    """Yields ids [size, bag]. Rank r is drawn in proportion to r^-exponent, and ranks are scattered over all of int64."""
     generator = torch.Generator().manual_seed(0)
     cumulative = torch.cumsum(torch.arange(1, rows + 1, dtype=torch.float64) ** -exponent, 0)
     for _ in range(steps):
@@ -32,7 +32,7 @@ def zipf_batches(steps: int, size: int, bag: int, rows: int, exponent: float = 1
 
 def make_table(tiers: TierBudgets) -> EmbCacheEmbeddingBag:
     return EmbCacheEmbeddingBag(
-        name="zipf",  # births depend on it
+        name="zipf",  # the initial values of rows depend on it
         embedding_dim=DIM,
         mode="sum",
         tiers=tiers,
@@ -43,7 +43,7 @@ def make_table(tiers: TierBudgets) -> EmbCacheEmbeddingBag:
 
 
 def train(table: EmbCacheEmbeddingBag, batches: list[torch.Tensor]) -> torch.Tensor:
-    """The losses [steps]. While a batch computes, the next one is planned and read from SSD."""
+    """Returns the losses [steps]. While a batch computes, the next one is planned and read from SSD."""
     losses = []
     target = torch.linspace(-1, 1, DIM)
     begin = shown = time.perf_counter()

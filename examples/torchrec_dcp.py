@@ -1,11 +1,11 @@
-"""From plain TorchRec into this package and back, through PyTorch's distributed checkpoints (DCP).
+"""Convert from plain TorchRec to this package and back, through PyTorch's distributed checkpoints (DCP).
 
 1. Plain TorchRec trains a model, and `torch.distributed.checkpoint` saves it.
-2. `embcache convert --from torchrec-dcp` makes a checkpoint of ours of it. A model with tables of ours loads that, rows and
-   optimizer slots, and answers the same as TorchRec's, bit for bit. Both then train on with the same batches, and still agree.
-3. `embcache convert --to torchrec-dcp` brings what we trained back. A new model of plain TorchRec loads it, and answers the same.
+2. `embcache convert --from torchrec-dcp` converts it to a checkpoint of this package. A model with our tables loads it, rows and
+   optimizer slots, and its outputs are bitwise identical to TorchRec's. Both then train on the same batches, and still agree.
+3. `embcache convert --to torchrec-dcp` converts our trained tables back. A new plain TorchRec model loads them; its outputs agree.
 
-The exit status is 0 only when all of it agrees.
+The exit status is 0 only if all results agree.
 
     python examples/torchrec_dcp.py [--steps 20] [--folder DIR]
 """
@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any, cast
 
-# Hide what the libraries warn about among themselves.
+# Hide warnings that the libraries raise about each other.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
 for library in ("torchrec", "torch.fx"):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -54,7 +54,7 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """Tables, and the sum of what they give for a batch. (A dense part would be saved and loaded as always.)"""
+    """Tables, and their pooled rows for a batch. (A dense part would be saved and loaded as usual.)"""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Model(nn.Module):
         self.tables = tables
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled rows [B, 2 D]."""
+        """Returns the pooled rows [B, 2 D]."""
         pooled = self.tables(features)
         values: torch.Tensor = pooled.values()
         return values
@@ -76,10 +76,10 @@ def configs() -> list[EmbeddingBagConfig]:
 
 
 def plain() -> DistributedModelParallel:
-    """The model on TorchRec's own tables."""
+    """Returns the model on TorchRec's own tables."""
     torch.manual_seed(3)
     sharders = [cast("ModuleSharder[nn.Module]", EmbeddingBagCollectionSharder())]
-    # Left to itself the planner trains small tables as dense parameters, without the fused optimizer.
+    # By default the planner trains small tables as dense parameters, without the fused optimizer.
     sharded = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ROWS}
     planner = EmbeddingShardingPlanner(topology=Topology(dist.get_world_size(), "cpu"), constraints=sharded)
     model = Model(EmbeddingBagCollection(tables=configs(), device=torch.device("meta")))
@@ -88,14 +88,14 @@ def plain() -> DistributedModelParallel:
 
 
 def ours(ssd_dir: Path) -> DistributedModelParallel:
-    """The model on our tables: the same configs, and budgets that do not hold all rows in RAM."""
+    """Returns the model on our tables: the same configs, and budgets that do not fit all rows in RAM."""
     tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="128MiB", ssd_dir=ssd_dir)
     tables = EmbCacheEmbeddingBagCollection(tables=configs(), tiers=tiers, name="tables", device=CPU)
     return DistributedModelParallel(Model(tables), device=CPU, sharders=[EmbCacheEmbeddingBagCollectionSharder()])
 
 
 def batch(step: int) -> KeyedJaggedTensor:
-    """256 samples with up to 4 ids of each feature."""
+    """Returns 256 samples with up to 4 ids of each feature."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(0, 5, (len(ROWS), 256), generator=generator)
     values = [
@@ -120,12 +120,12 @@ def answers(model: nn.Module) -> torch.Tensor:
 
 
 def state_of(model: DistributedModelParallel) -> dict[str, Any]:
-    """What DCP saves and loads of a model of TorchRec's."""
+    """Returns the state of a TorchRec model that DCP saves and loads."""
     return {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
 
 
 def convert(*arguments: object) -> None:
-    """Run the command `embcache convert`."""
+    """Runs the command `embcache convert`."""
     command = ["embcache", "convert", *map(str, arguments)]
     print("$", " ".join(command), flush=True)
     subprocess.run([sys.executable, "-m", "torchrec_embcache", *command[1:]], check=True, stdout=subprocess.DEVNULL)
@@ -137,7 +137,7 @@ def there_and_back(folder: Path, steps: int) -> int:
     train(theirs, range(steps))
     save(state_of(theirs), checkpoint_id=str(folder / "theirs"))
 
-    # `--model-key model`: the state dict of the model lies there in what was saved.
+    # `--model-key model` is the key of the model's state dict in the saved state.
     convert(folder / "theirs", folder / "ours", "--from", "torchrec-dcp", "--model-key", "model", "--step", steps)
     cached = ours(folder / "ssd")
     Saver(0).load(cached, folder / "ours")

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/torchrun_two_ranks.py
 
-Without torchrun the script starts itself in this way. Each rank holds its share of every table (the ids of a range of buckets),
-trains on its half of each batch, and saves its part of one checkpoint. Any number of ranks can load that.
+Without torchrun the script launches itself in this way. Each rank holds its shard of every table (the ids of a range of buckets),
+trains on its half of each batch, and saves its part of one checkpoint. Any number of ranks can load it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-# Hide what the libraries warn about among themselves.
+# Hide warnings that the libraries raise about each other.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
 for library in ("torchrec", "torch.fx"):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -64,14 +64,14 @@ class Model(nn.Module):
                     pooling=PoolingType.MEAN,
                 ),
             ],
-            tiers=TierBudgets(host_bytes="4MiB", ssd_bytes="256MiB", ssd_dir=ssd_dir),  # of each rank, for both tables
+            tiers=TierBudgets(host_bytes="4MiB", ssd_bytes="256MiB", ssd_dir=ssd_dir),  # per rank, for both tables
             name="tables",
             device=torch.device("cpu"),
         )
         self.over = nn.Linear(16 + 32 + 32, 1)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, and the logits [B]."""
+        """Returns the loss, and the logits [B]."""
         pooled = self.tables(batch.sparse_features)
         logits = self.over(torch.cat([pooled[feature] for feature in FEATURES], 1))[:, 0]
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
@@ -127,9 +127,9 @@ def main() -> int:
     if dist.is_torchelastic_launched():
         train(options)
         # DistributedModelParallel wraps the dense part in DistributedDataParallel, which keeps its process group and its threads
-        # until the process ends, even after `del model` and destroy_process_group(). If one of these threads lets go of a tensor
-        # while the interpreter shuts down, it aborts the process ("terminate called without an active exception"). Everything is
-        # saved here, so the process ends without that shutdown.
+        # until the process ends, even after `del model` and destroy_process_group(). If one of these threads releases a tensor
+        # during interpreter shutdown, it aborts the process ("terminate called without an active exception"). Everything is saved
+        # here, so the process exits without that shutdown.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -1,14 +1,14 @@
-"""Train on a stream of a year, in which items are born and die and users come and go, with a table that forgets.
+"""Train on a stream of a year, in which users and items arrive and leave, with a table that evicts rows.
 
-Two tables are trained on the same samples (drift.py). One keeps every id in RAM for ever. The other one is capped by rules: an id
-gets a row when it has occurred twice, and loses it when it was not trained for long, or sooner where it occurred seldom. What it
-keeps lies in a small RAM budget and on SSD. Each day is predicted before it is trained on (progressive validation). This prints,
-month by month, how well both tables did and what they took.
+Two tables are trained on the same samples (drift.py). One keeps every id in RAM. The other is limited by rules: an id is admitted
+when it has occurred twice, and its row expires when it was not trained for a long time, or earlier if it occurred rarely. Its rows
+are stored in a small RAM budget and on SSD. Each day is predicted before it is trained on (progressive validation). This prints the
+accuracy and the memory use of both tables, month by month.
 
-`--full` is a larger world, whose year takes about an hour on two cores. `--admission` shows instead what admission alone saves, on
-ids drawn by Zipf's law of which 60% come once.
+`--full` is a larger world, whose year takes about an hour on two cores. `--admission` instead shows the savings from admission
+only, on ids drawn by Zipf's law, 60% of which occur once.
 
-Shapes: B samples a batch, S a day, D columns.
+Shapes: B samples per batch, S per day, D columns.
 """
 
 import argparse
@@ -35,7 +35,7 @@ DIM = 8  # the last column is a bias
 BATCH = 2000  # B
 MONTH = 30  # days
 FULL_SCALE = 24.0
-# The rules, in days: a row leaves when it was not trained for so long, or for a shorter time when its score is low.
+# The rules, in days: a row expires when it was not trained for this long, or for a shorter time if its score is low.
 TTL_DAYS = 90
 SELDOM_DAYS = 20
 SELDOM_SCORE = 2.0
@@ -44,7 +44,7 @@ THRESHOLD = 2
 
 
 class Model(nn.Module):
-    """The log odds that a user likes an item: the product of their factors, and the bias of each."""
+    """The log odds that a user likes an item: the product of their factors, plus the bias of each."""
 
     def __init__(self, table: EmbCacheEmbedding) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Log odds [B] of ids [B, 2]."""
+        """Returns the log odds [B] of ids [B, 2]."""
         user_BD, item_BD = self.table(ids).unbind(1)
         odds: torch.Tensor = (user_BD[:, :-1] * item_BD[:, :-1]).sum(1) + user_BD[:, -1] + item_BD[:, -1] + self.bias
         return odds
@@ -65,7 +65,7 @@ def make_table(
     half_life_steps: int = 1024,
 ) -> EmbCacheEmbedding:
     return EmbCacheEmbedding(
-        name="people and things",  # births depend on it
+        name="people and things",  # the initial values of rows depend on it
         embedding_dim=DIM,
         tiers=tiers,
         initializer=initializers.Uniform(-0.3, 0.3),
@@ -74,13 +74,13 @@ def make_table(
         admission=admit,
         eviction=policy,
         score_half_life_steps=half_life_steps,
-        total_num_buckets=256,  # of a small table: a bucket's counts take 256 bytes at least
+        total_num_buckets=256,  # a small number: the counts of a bucket use at least 256 bytes
         seed=3,
     )
 
 
 def auc(odds: NDArray[np.float64], labels: NDArray[np.float32]) -> float:
-    """The chance that a sample of label 1 has greater odds than one of label 0. Equal odds count half."""
+    """Returns the probability that a sample of label 1 has greater odds than one of label 0. Equal odds count half."""
     _, inverse, counts = np.unique(odds, return_inverse=True, return_counts=True)
     rank = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     ones = int(labels.sum())
@@ -89,13 +89,13 @@ def auc(odds: NDArray[np.float64], labels: NDArray[np.float32]) -> float:
 
 
 def log_loss(odds: NDArray[np.float64], labels: NDArray[np.float32]) -> float:
-    """In nats a sample."""
+    """Returns the log loss in nats per sample."""
     return float(np.mean(np.logaddexp(0, odds) - odds * labels))
 
 
 @dataclass
 class Learner:
-    """A model in training, and how well it did on each day of the month before it was trained on it."""
+    """A model in training, and its metrics on each day of the month, measured before the day was trained."""
 
     name: str
     model: Model
@@ -106,7 +106,7 @@ class Learner:
         self._dense = torch.optim.Adagrad([self.model.bias], lr=0.05)
 
     def live(self, day: Day) -> None:
-        """Predict a day, and then train on it. While a batch computes, the next one is planned and read from SSD."""
+        """Predicts a day, and then trains on it. While a batch computes, the next one is planned and read from SSD."""
         ids, labels = torch.split(torch.from_numpy(day.ids), BATCH), torch.split(torch.from_numpy(day.labels), BATCH)
         self.model.eval()
         with torch.no_grad():
@@ -124,7 +124,7 @@ class Learner:
             self._dense.step()
 
     def month(self) -> tuple[float, float]:
-        """The mean AUC and the mean log loss of the days since the last call."""
+        """Returns the mean AUC and the mean log loss of the days since the last call."""
         found = float(np.mean(self.aucs)), float(np.mean(self.losses))
         self.aucs.clear()
         self.losses.clear()
@@ -132,9 +132,9 @@ class Learner:
 
 
 def ram_bytes(stats: TableStats) -> int:
-    """Bytes of RAM of the rows and their index, of the index of the rows on SSD, and of counts."""
+    """Returns the bytes of RAM of the rows and their index, of the index of the rows on SSD, and of admission counts."""
     counts = stats.admission.pending_bytes if stats.admission else 0
-    # The host tier's bytes count at most 12 bytes for each row of the index of the rows on SSD, past its first 64 KiB.
+    # The host tier's bytes include at most 12 bytes per row of the index of the rows on SSD, beyond its first 64 KiB.
     index = stats.ssd.index_bytes if stats.ssd else 0
     index -= max(0, min(index, 12 * stats.ssd.rows) - 2**16) if stats.ssd else 0
     return stats.host.bytes + index + counts
@@ -154,7 +154,7 @@ def capped_table(drift: Drift, scale: float, folder: Path) -> EmbCacheEmbedding:
         eviction.Ttl(steps=TTL_DAYS * daily),
         eviction.All([eviction.Ttl(steps=SELDOM_DAYS * daily), eviction.Score(below=SELDOM_SCORE)]),
     ]
-    # The RAM holds the rows of a batch and some more, and the index of what is on SSD.
+    # The RAM fits the rows of a batch and some more, and the index of the rows on SSD.
     tiers = TierBudgets(host_bytes=int(2**18 + 2**22 * scale), ssd_bytes=int(2**25 * max(0.5, scale)), ssd_dir=folder)
     admit = admission.Count(THRESHOLD, window_steps=SELDOM_DAYS * daily)
     policy = eviction.Policy(rules, every_steps=daily)
@@ -182,7 +182,7 @@ def show_month(month: int, best: float, learners: Sequence[Learner], seconds: fl
 
 
 def year(days: int, hours: float, scale: float, seed: int) -> int:
-    """Train both tables, and print a row a month. The exit status says whether all checks hold."""
+    """Trains both tables, and prints one row per month. Returns exit status 0 if all checks succeed."""
     begin = time.monotonic()
     drift = Drift(scale, seed)
     checks = Checks()
@@ -190,7 +190,7 @@ def year(days: int, hours: float, scale: float, seed: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         ssd_dir = Path(folder) / "ssd"
         ssd_dir.mkdir(mode=0o750)
-        all_tiers = TierBudgets(host_bytes=int(2**28 * max(1.0, scale)))  # room for every row
+        all_tiers = TierBudgets(host_bytes=int(2**28 * max(1.0, scale)))  # fits every row
         with make_table(all_tiers) as every, capped_table(drift, scale, ssd_dir) as capped:
             learners = [Learner("all", Model(every)), Learner("capped", Model(capped))]
             best: list[float] = []
@@ -228,7 +228,7 @@ def zipf_cumulative(ids: int, exponent: float) -> NDArray[np.float64]:
 
 
 def expected_once(ids: int, exponent: float, draws: int) -> float:
-    """The share of those of `ids` ids that come at all which is to come once, in so many draws."""
+    """Returns the expected fraction of the drawn ids, among `ids` ids, that occur exactly once in `draws` draws."""
     chance = np.diff(zipf_cumulative(ids, exponent), prepend=0)
     never = np.exp(draws * np.log1p(-chance))
     once = draws * chance / (1 - chance) * never
@@ -236,7 +236,7 @@ def expected_once(ids: int, exponent: float, draws: int) -> float:
 
 
 def ids_for_share(share: float, exponent: float, draws: int) -> int:
-    """Of how many ids that many draws are to be, so that this share of the distinct ones comes once."""
+    """Returns the number of ids for which this fraction of the distinct drawn ids occurs once in `draws` draws."""
     low, high = 2, 4 * draws
     while high - low > low // 1000 + 1:
         middle = (low + high) // 2
@@ -245,7 +245,7 @@ def ids_for_share(share: float, exponent: float, draws: int) -> int:
 
 
 def show_admission(steps: int, exponent: float, share: float, seed: int) -> int:
-    """Train tables with and without admission on the same ids, and print what they took."""
+    """Trains tables with and without admission on the same ids, and prints their memory use."""
     checks = Checks()
     ids = ids_for_share(share, exponent, steps * 2 * BATCH)
     cumulative = zipf_cumulative(ids, exponent)
@@ -285,7 +285,7 @@ def show_admission(steps: int, exponent: float, share: float, seed: int) -> int:
 def trained(
     admit: admission.Admission | None, cumulative: NDArray[np.float64], steps: int, seed: int, budget: int
 ) -> TableStats:
-    """The counters of a table that was trained on the stream and flushed."""
+    """Returns the counters of a table that was trained on the stream and flushed."""
     random = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         ssd_dir = Path(folder) / "ssd"
@@ -311,8 +311,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000, help="with --admission: batches, of 4000 ids each")
     parser.add_argument("--exponent", type=float, default=1.05, help="with --admission: of Zipf's law")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # batches are so small that a second thread would hardly do anything but wait
-    # The tables are thrown away at the end: that a resume would find no counts means nothing.
+    torch.set_num_threads(1)  # batches are too small for a second thread
+    # The tables are discarded at the end, so the warning that a resume would find no counts is irrelevant.
     logging.getLogger("torchrec_embcache").setLevel(logging.ERROR)
     if options.admission:
         return show_admission(options.steps, options.exponent, share=0.6, seed=options.seed)

@@ -1,9 +1,10 @@
-"""Holds the split of `advise` against a sweep of twelve other splits of the same RAM, all of them measured.
+"""Compares the split of `advise` with twelve other splits of the same RAM, all of them measured.
 
-The model is TorchRec's DLRM over tables on SSD that differ in rows, in skew and in how often they are used. It is trained with an
-even split first, while its tables measure their traffic. It is then opened with each split, and beside each with the split that
-`advise` names, over the same batches, because a run of minutes drifts. One row is the rows that a step reads with the best of the
-twelve, divided by those with the split of `advise`. The other is the same of the median step. 1.0 is as good, and more is better.
+The model is TorchRec's DLRM over tables on SSD that differ in rows, skew and frequency of use. It is first trained with an even
+split, while its tables measure their traffic. It is then opened with each split in alternation with the split of `advise`, over the
+same batches, because the speed of the machine drifts over minutes. One result row is the number of rows that a step reads with the
+best of the twelve splits, divided by the number with the split of `advise`. The other is the same ratio of the median step times.
+1.0 means equal, higher is better.
 
     python benches/python/advise.py [--smoke]
 
@@ -50,7 +51,7 @@ SPLITS = 12
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the DLRM: its rows, the exponent of its zipf distribution, and the ids of a bag."""
+    """A table of the DLRM: its rows, the exponent of its Zipf distribution, and the ids per bag."""
 
     name: str
     rows: int
@@ -70,13 +71,13 @@ TABLES = (
 class Scale:
     """The size of the data, and the length of the run."""
 
-    share: float  # of the rows above
+    share: float  # fraction of the rows above
     samples: int  # B
-    measured_steps: int  # while the tables measure
-    warm_steps: int  # of each split
+    measured_steps: int  # while the tables measure their traffic
+    warm_steps: int  # per split
     steps: int
     rounds: int
-    splits: int  # of the twelve, how many are measured
+    splits: int  # number of the twelve splits that are measured
 
     @property
     def rows(self) -> list[int]:
@@ -85,7 +86,7 @@ class Scale:
 
 
 class Batches:
-    """Batches of new ids."""
+    """An endless stream of batches with new ids."""
 
     def __init__(self, scale: Scale) -> None:
         self._random = np.random.default_rng(11)
@@ -113,7 +114,7 @@ class Batches:
 
 
 def opened(folder: Path, rows: Sequence[int], host: Sequence[int], *, sizing: bool = False) -> tuple[Any, Any]:
-    """The model with these budgets in RAM, and its pipeline. It goes on from the last flush."""
+    """Opens the model with these budgets in RAM, and its pipeline. It resumes from the last flush."""
     configs = [
         EmbCacheEmbeddingBagConfig(
             name=table.name,
@@ -140,13 +141,13 @@ def close(model: DistributedModelParallel) -> None:
 
 
 def reads(model: DistributedModelParallel) -> int:
-    """Rows that were read from SSD for batches."""
+    """Returns the number of rows that were read from SSD for batches."""
     stats = [table.stats().ssd for module in cache_modules(model).values() for table in module.tables.values()]
     return sum(ssd.hits for ssd in stats if ssd is not None)
 
 
 def measured(folder: Path, scale: Scale, ahead: Sequence[Batch], host: Sequence[int]) -> tuple[float, float]:
-    """The seconds of a step with these budgets, the median, and the rows that a step reads."""
+    """Returns the median seconds of a step with these budgets, and the number of rows that a step reads."""
     model, pipeline = opened(folder, scale.rows, host)
     given = iter(ahead)
     for _ in range(scale.warm_steps):
@@ -164,16 +165,16 @@ def measured(folder: Path, scale: Scale, ahead: Sequence[Batch], host: Sequence[
 
 @dataclass(frozen=True)
 class Pair:
-    """One of the twelve splits and that of `advise`, measured in turn over the same batches."""
+    """One of the twelve splits and the split of `advise`, measured alternately over the same batches."""
 
     step: float  # seconds
     advised_step: float
-    reads: float  # rows a step
+    reads: float  # rows per step
     advised_reads: float
 
 
 def pair(folder: Path, scale: Scale, source: Iterator[Batch], other: Sequence[int], advised: Sequence[int]) -> Pair:
-    """Measure one, the other twice, and the first again: a second run over the same batches takes longer, whichever it is."""
+    """Measures in the order other, advised, advised, other: a second run over the same batches is slower for either split."""
     ahead = [next(source) for _ in range(scale.warm_steps + scale.steps + 4)]
     runs = [measured(folder, scale, ahead, host) for host in (other, advised, advised, other)]
     steps, read = [run[0] for run in runs], [run[1] for run in runs]
@@ -181,7 +182,7 @@ def pair(folder: Path, scale: Scale, source: Iterator[Batch], other: Sequence[in
 
 
 def splits(traffic: Sequence[TableTraffic], ram: int) -> dict[str, list[int]]:
-    """Twelve ways to divide RAM: each table has what it needs at least, and the rest is divided by these shares."""
+    """Returns twelve divisions of RAM: each table gets its minimum, and the rest is divided by these fractions."""
     least = [
         2 * table.curve.largest_batch * table.row_bytes.host + table.rows * table.row_bytes.index + (1 << 20)
         for table in traffic
@@ -205,7 +206,7 @@ def splits(traffic: Sequence[TableTraffic], ram: int) -> dict[str, list[int]]:
 
 
 def measured_traffic(folder: Path, scale: Scale, batches: Batches, ram: int) -> list[TableTraffic]:
-    """Fill the tables, train with an even split, and return what the tables measured."""
+    """Fills the tables, trains with an even split, and returns the measured traffic of the tables."""
     model, pipeline = opened(folder, scale.rows, [ram // len(TABLES)] * len(TABLES), sizing=True)
     tables = [table for module in cache_modules(model).values() for table in module.tables.values()]
     for table, rows in zip(tables, batches.rows, strict=True):
@@ -223,10 +224,10 @@ def measured_traffic(folder: Path, scale: Scale, batches: Batches, ram: int) -> 
 
 
 def measure(scale: Scale, folder: Path, note: Any) -> list[dict[str, Any]]:
-    """Measure, and return the rows of results.json."""
+    """Measures, and returns the rows of results.json."""
     torch.set_num_threads(THREADS)
     batches = Batches(scale)
-    # A tenth of the bytes of all rows, and the index of those on SSD.
+    # A tenth of the bytes of all rows, and the index of the rows on SSD.
     ram = sum(rows * (DIM * 4 // 10 + 12) for rows in batches.rows) + len(TABLES) * (8 << 20)
     traffic = measured_traffic(folder, scale, batches, ram)
     advice = advise(traffic, ram=ram, ssd="4GiB", batches_in_flight=4)
@@ -247,7 +248,7 @@ def measure(scale: Scale, folder: Path, note: Any) -> list[dict[str, Any]]:
 
 
 def rows_of(pairs: dict[str, list[Pair]], expected_reads: int) -> list[dict[str, Any]]:
-    """The rows of results.json. The best split is the one with the least median of its ratios."""
+    """Returns the rows of results.json. The best split has the minimum median ratio."""
     step = {name: [of.step / of.advised_step for of in measured] for name, measured in pairs.items()}
     read = {name: [of.reads / max(of.advised_reads, 1.0) for of in measured] for name, measured in pairs.items()}
     fastest = min(step, key=lambda name: statistics.median(step[name]))

@@ -1,8 +1,8 @@
-"""What each bench measures, in the words of docs/benchmarks.md. Also the key benches of README.md, and those that show growth."""
+"""Descriptions of the benches for docs/benchmarks.md, and the selections for README.md and for the growth plot."""
 
 __all__ = ["GPU", "GROWTH", "KEY", "SECTIONS"]
 
-# The benches of each section, each with what it measures.
+# The benches of each section, with their descriptions.
 SECTIONS: dict[str, dict[str, str]] = {
     "Ids, rows in RAM (one thread unless the name says more)": {
         "dedupe_zipf105": "distinct ids of a batch and the inverse",
@@ -114,7 +114,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
 }
 
-# Those of `make bench-cuda`.
+# The benches of `make bench-cuda`.
 GPU: dict[str, str] = {
     "cuda_forward_pooled": "rows summed into bags, as bytes that must move; the limit is a copy's rate in the same run",
     "cuda_train_rowwise_adagrad": "the same of forward, backward and update",

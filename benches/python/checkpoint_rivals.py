@@ -1,7 +1,7 @@
-"""What saving and loading a table is compared with. The same columns as torch tensors are saved and synced, or loaded into existing
-tensors with nothing in the page cache.
+"""Rivals of saving and loading a table. The same columns as torch tensors are saved and synced, or loaded into existing tensors
+with a cold page cache.
 
-A rival is made from (ids, R) with R rows of D = 64 columns. It does not look at the ids. A round returns bytes of tensors a second.
+A rival is created from (ids, R) for R rows of D = 64 columns. It ignores the ids. A round returns bytes of tensors per second.
 """
 
 import os
@@ -31,7 +31,7 @@ Save = Callable[[Tensors, Path], None]
 
 @cache
 def tensors(rows: int) -> Tensors:
-    """A table under rowwise Adagrad: the weights, the sum, and what this project keeps of a row. That is 288 bytes a row."""
+    """Returns a table under rowwise Adagrad: the weights, the sum, and the row metadata of this project, 288 bytes per row."""
     random = torch.Generator().manual_seed(3)
     return {
         "id": torch.randint(-(1 << 62), 1 << 62, (rows,), generator=random),
@@ -50,7 +50,7 @@ def bytes_of(state: Tensors) -> int:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A new folder on the disk under test. It is removed at the end of the block."""
+    """Creates a folder on the disk under test, and removes it at the end of the block."""
     parent = Path(os.environ.get("EMBCACHE_BENCH_DIR") or ROOT / "target")
     path = Path(tempfile.mkdtemp(prefix="bench-rival-", dir=parent))
     try:
@@ -60,7 +60,7 @@ def folder() -> Iterator[Path]:
 
 
 def sync(path: Path, forget: bool = False) -> None:
-    """Make a file durable. With `forget`, remove it from the page cache too."""
+    """Makes a file durable. With `forget`, also removes it from the page cache."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -72,10 +72,10 @@ def sync(path: Path, forget: bool = False) -> None:
 
 def save_with_dcp(threads: int) -> Save:
     def save(state: Tensors, path: Path) -> None:
-        # DCP syncs its files itself.
+        # DCP syncs its own files.
         writer = FileSystemWriter(path, thread_count=threads)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that there is only one process
+            warnings.simplefilter("ignore")  # it warns about a single process
             dcp_save(dict(state), storage_writer=writer)
 
     return save
@@ -124,7 +124,7 @@ def loaded_by_dcp(_ids: torch.Tensor, rows: int) -> Round:
     return run
 
 
-# What each bench is compared with.
+# The rivals of each bench.
 CHECKPOINT_RIVALS: dict[str, dict[str, Rival]] = {
     "save_full": {
         "dcp.save": saved(save_with_dcp(1)),

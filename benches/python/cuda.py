@@ -1,16 +1,16 @@
-"""Measures the kernels of a device tier on a GPU, as shares of the rate at which the same GPU copies memory.
+"""Measures the kernels of a device tier on a GPU, as fractions of the rate at which the same GPU copies memory.
 
     python benches/python/cuda.py [--smoke]
 
-`cuda_forward_pooled` and `cuda_train_rowwise_adagrad`: bytes that must move in a batch of 8,192 bags of 20 ids, zipf 1.05, 64
-float32 a row, divided by the time that the GPU's kernels take. Each distinct row counts once, and so do the pooled output and its
-gradient. The limit is the copy of 1 GiB. The rival is FBGEMM's table-batched embedding with its rows on the GPU.
-`cuda_table_step_cache10pct_zipf105`: lookups, backwards and updates a second of one table (no DLRM) with a tenth of the rows in
-`device_bytes`, against the same with all of them. Prints one JSON row each, and writes them to target/bench/results.json, for
-`make bench-docs`.
+`cuda_forward_pooled` and `cuda_train_rowwise_adagrad`: bytes that must move for a batch of 8,192 bags of 20 ids, Zipf 1.05, 64
+float32 per row, divided by the time of the GPU's kernels. Each distinct row counts once, as do the pooled output and its gradient.
+The limit is the copy of 1 GiB. The rival is FBGEMM's table-batched embedding with its rows on the GPU.
+`cuda_table_step_cache10pct_zipf105`: lookups, backwards and updates per second of one table (no DLRM) with a tenth of the rows in
+`device_bytes`, relative to the same table with all of them. Prints one JSON row each, and writes them to target/bench/results.json,
+for `make bench-docs`.
 
-`--smoke` runs on small data, and on the CPU in Triton's interpreter where there is no GPU (TRITON_INTERPRET=1): it shows that
-this runs.
+`--smoke` runs on small data, and without a GPU on the CPU in Triton's interpreter (TRITON_INTERPRET=1), to check that the bench
+runs.
 """
 
 import argparse
@@ -39,7 +39,7 @@ ROW_BYTES = DIM * 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of the table, bags of a batch, batches, rounds, and bytes of the copy."""
+    """Rows of the table, bags per batch, batches, rounds, and bytes of the copy."""
 
     rows: int
     bags: int
@@ -53,7 +53,7 @@ SMOKE = Sizes(200, 8, 2, 1, 1 << 20)
 
 
 def batches_of(sizes: Sizes) -> list[torch.Tensor]:
-    """Batches of ids [bags, 20], drawn by the zipf law and scattered."""
+    """Returns batches of ids [bags, 20], drawn from a Zipf distribution and scattered."""
     rng = np.random.default_rng(0)
     cumulative = np.cumsum(np.arange(1, sizes.rows + 1, dtype=np.float64) ** -EXPONENT)
     drawn = rng.random((sizes.batches, sizes.bags, IDS_OF_A_BAG)) * cumulative[-1]
@@ -62,7 +62,7 @@ def batches_of(sizes: Sizes) -> list[torch.Tensor]:
 
 
 def kernel_seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """The time that the kernels of `run` take on the GPU; on the CPU, the time of all of it."""
+    """Returns the time of the kernels of `run` on the GPU; on the CPU, the total time."""
     if device.type == "cpu":
         begin = time.perf_counter()
         run()
@@ -71,7 +71,7 @@ def kernel_seconds(device: torch.device, run: Callable[[], object]) -> float:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize(device)
-    # Copies to and from the host are no kernels.
+    # Copies to and from the host are not kernels.
     events = [event for event in seen.key_averages() if "Memcpy" not in event.key and "Memset" not in event.key]
     seconds = float(sum(event.self_device_time_total for event in events)) / 1e6
     if not seconds:
@@ -82,18 +82,18 @@ def kernel_seconds(device: torch.device, run: Callable[[], object]) -> float:
 
 
 def copy_rate(device: torch.device, sizes: Sizes) -> float:
-    """Bytes a second that a copy on the device reads and writes."""
+    """Returns the bytes per second that a copy on the device reads and writes."""
     source = torch.zeros(sizes.copied // 4, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    # A kernel and not the copy engine.
+    # Uses a kernel rather than the copy engine.
     times = [kernel_seconds(device, lambda: torch.add(source, 1.0, out=target)) for _ in range(sizes.rounds)]
     return 2 * sizes.copied / statistics.median(times)
 
 
 def table(device: torch.device, sizes: Sizes, device_rows: int) -> EmbCacheEmbeddingBag:
-    """A table of which about so many rows fit the device tier."""
-    # Beside a row there is its scalar slot, and what the core keeps of it.
+    """Creates a table whose device tier fits about `device_rows` rows."""
+    # A row also has its scalar slot and its native metadata.
     tiers = TierBudgets(
         device_bytes=device_rows * (ROW_BYTES + 64) + (1 << 16), host_bytes=sizes.rows * 512 + (1 << 20)
     )
@@ -108,14 +108,14 @@ def table(device: torch.device, sizes: Sizes, device_rows: int) -> EmbCacheEmbed
 
 
 def born(bag: EmbCacheEmbeddingBag, sizes: Sizes) -> EmbCacheEmbeddingBag:
-    """The table with all of its rows."""
+    """Initializes all rows of the table and returns it."""
     for ids in torch.split(torch.arange(sizes.rows), sizes.bags * IDS_OF_A_BAG):
         bag(ids.view(-1, 1)).sum().backward()
     return bag
 
 
 def fbgemm(device: torch.device, sizes: Sizes) -> Any:
-    """FBGEMM's table of the same rows and optimizer, on the GPU."""
+    """Creates FBGEMM's table with the same rows and optimizer, on the GPU."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -138,7 +138,7 @@ def _keep(outs: list[torch.Tensor], forward: Callable[[torch.Tensor], torch.Tens
 def rates(
     device: torch.device, batches: list[torch.Tensor], rounds: int, forward: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[list[float], list[float]]:
-    """Bytes that must move, divided by the kernels' time, of each round: of the forward, and of forward, backward and update."""
+    """Returns the bytes that must move per kernel second of each round: for the forward, and for forward, backward and update."""
     distinct = sum(len(np.unique(ids.numpy())) for ids in batches)
     pooled = sum(ids.shape[0] for ids in batches) * ROW_BYTES
     of_forward = distinct * ROW_BYTES + pooled
@@ -156,7 +156,7 @@ def rates(
 
 
 def steps_a_second(bag: EmbCacheEmbeddingBag, batches: list[torch.Tensor], rounds: int) -> list[float]:
-    """Steps a second of lookups with their backwards, in each round."""
+    """Returns the steps per second of lookups with their backwards, in each round."""
     found = []
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -169,7 +169,7 @@ def steps_a_second(bag: EmbCacheEmbeddingBag, batches: list[torch.Tensor], round
 
 
 def measure(device: torch.device, sizes: Sizes) -> list[Row]:
-    """All rows."""
+    """Returns all rows."""
     batches, copied = batches_of(sizes), copy_rate(device, sizes)
     limit = {"what": "a kernel that reads and writes memory in order", "value": copied}
     all_there = born(table(device, sizes, sizes.rows), sizes)
@@ -183,7 +183,7 @@ def measure(device: torch.device, sizes: Sizes) -> list[Row]:
     whole = steps_a_second(all_there, batches, sizes.rounds)
     all_there.close()
     tenth = born(table(device, sizes, sizes.rows // 10), sizes)
-    steps_a_second(tenth, batches, 1)  # so that the device has the rows that are frequent
+    steps_a_second(tenth, batches, 1)  # moves the frequent rows to the device
     cached = steps_a_second(tenth, batches, sizes.rounds)
     tenth.close()
     run = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "kernels": "triton"}
@@ -200,7 +200,7 @@ def measure(device: torch.device, sizes: Sizes) -> list[Row]:
 
 
 def main() -> int:
-    """Measure, print the rows and write them."""
+    """Measures, prints the rows and writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="small data, one round: shows that it runs")
     smoke = parser.parse_args().smoke

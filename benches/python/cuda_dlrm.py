@@ -2,14 +2,14 @@
 
     python benches/python/cuda_dlrm.py [--smoke]
 
-`cuda_step_cache10pct_zipf105`: samples a second with a tenth of the rows on the GPU and the rest in RAM, against all of them on
+`cuda_step_cache10pct_zipf105`: samples per second with a tenth of the rows on the GPU and the rest in RAM, relative to all rows on
 the GPU. The rival is FBGEMM's UVM caching with a tenth of the rows in its cache. `cuda_step_ssd_zipf105`: a tenth on the GPU, a
-fifth in RAM and the rest on SSD, against the first. `cuda_exposed_wait_share`: how much longer the stream that computes is idle
-between the end of a step and the lookups of the next, with a tenth of the rows on the GPU and with all of them, as a share of the
+fifth in RAM and the rest on SSD, relative to the first bench. `cuda_exposed_wait_share`: idle time of the compute stream between
+the end of a step and the lookups of the next, with a tenth of the rows on the GPU minus with all of them, as a fraction of the
 step. Prints one JSON row each, and writes them to target/bench/results.json, for `make bench-docs`.
 
-`--smoke` runs on small data, and on the CPU in Triton's interpreter where there is no GPU (TRITON_INTERPRET=1): it shows that
-this runs.
+`--smoke` runs on small data, and without a GPU on the CPU in Triton's interpreter (TRITON_INTERPRET=1), to check that the bench
+runs.
 """
 
 import argparse
@@ -48,27 +48,27 @@ from torchrec_embcache.triton_kernels import launch
 FULL = Scale(10_000_000, SAMPLES, 100, 20, 7, 2, "s3fifo")
 SMOKE = Scale(800, 4, 1, 2, 1, 1, "s3fifo")
 RIVAL = "FBGEMM's UVM caching"
-# A row with its scalar slot, and what the core keeps of it.
+# A row with its scalar slot and its native metadata.
 ROW_BYTES = DIM * 4 + 64
 
 
 class HostEvent:
-    """As `torch.cuda.Event`, of a CPU."""
+    """Equivalent of `torch.cuda.Event` for a CPU."""
 
     def __init__(self, **_: object) -> None:
         self.at = 0.0
 
     def record(self) -> None:
-        """It is now."""
+        """Records the current time."""
         self.at = time.perf_counter()
 
     def elapsed_time(self, other: "HostEvent") -> float:
-        """Milliseconds from this to another one."""
+        """Returns the milliseconds from this event to another one."""
         return (other.at - self.at) * 1e3
 
 
 class Idle:
-    """How long the stream that computes is idle between the end of a step and the first lookup of the next."""
+    """Measures the idle time of the compute stream between the end of a step and the first lookup of the next."""
 
     def __init__(self, device: torch.device) -> None:
         made: Any = torch.cuda.Event if device.type == "cuda" else HostEvent
@@ -77,16 +77,16 @@ class Idle:
         self._pairs: list[tuple[Any, Any]] = []
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Discards all measurements."""
         self._pairs, self._ended = [], None
 
     def step_ended(self, *_: Any) -> None:
-        """All of a step was queued that computes."""
+        """Records an event after the compute work of a step was queued."""
         self._ended = self._make()
         self._ended.record()
 
     def looked_up(self) -> None:
-        """A lookup is about to be launched, behind all that it waits for."""
+        """Records an event before a lookup is launched, after all work that it waits for."""
         if self._ended is not None:
             begun = self._make()
             begun.record()
@@ -94,12 +94,12 @@ class Idle:
             self._ended = None
 
     def milliseconds(self) -> float:
-        """The median since `forget`. The device is idle."""
+        """Returns the median since `forget`. The device must be idle."""
         return float(statistics.median(ended.elapsed_time(begun) for ended, begun in self._pairs))
 
 
 def note_lookups(idle: Idle) -> None:
-    """Tell `idle` of each lookup. Where it is launched, all is queued that its rows are waited for with."""
+    """Reports each lookup to `idle`. At its launch, all work that its rows wait for has been queued."""
     pool = launch.pool_rows
 
     def noted(*arguments: Any) -> None:
@@ -110,7 +110,7 @@ def note_lookups(idle: Idle) -> None:
 
 
 class Measured:
-    """A side with its figures of each round."""
+    """A side with its measurements of each round."""
 
     def __init__(self, pipeline: Any, stream: Stream, scale: Scale, idle: Idle, device: torch.device) -> None:
         self._side = Side(pipeline, stream, scale.lookahead + 2)
@@ -120,11 +120,11 @@ class Measured:
         self.step_ms: list[float] = []
 
     def warm(self) -> None:
-        """Steps until the tiers are in their steady state."""
+        """Runs steps until the tiers are in their steady state."""
         self._side.run(self._scale.warm_steps)
 
     def round(self) -> None:
-        """One round. Its first steps are not counted, because they read ahead while other sides ran."""
+        """Runs one round. Its first steps are not counted, because their rows were prefetched while other sides ran."""
         ahead = self._scale.lookahead + 2
         self._stream.make_until(self._side.next + self._scale.steps + 2 * ahead)
         self._side.run(ahead)
@@ -138,7 +138,7 @@ class Measured:
         self.step_ms.append(seconds / self._scale.steps * 1e3)
 
     def note_idle(self) -> None:
-        """Keep how long the stream was idle in this round."""
+        """Records the idle time of the stream in this round."""
         self.idle_ms.append(self._idle.milliseconds())
 
     def _wait(self) -> None:
@@ -147,7 +147,7 @@ class Measured:
 
 
 def budgets(scale: Scale, folder: Path) -> dict[str, TierBudgets]:
-    """The budgets of each table: all rows on the device, a tenth of them there, and that with the rest on SSD."""
+    """Returns the budgets of each table: all rows on the device; a tenth there; a tenth there with the rest on SSD."""
     rows = scale.rows // TABLES
     every = rows * 512 + (4 << 20)
     tenth = rows // 10 * ROW_BYTES + (64 << 10)
@@ -164,7 +164,7 @@ def budgets(scale: Scale, folder: Path) -> dict[str, TierBudgets]:
 
 
 def measure(scale: Scale, folder: Path, device: torch.device, note: Callable[[str], None]) -> list[Row]:
-    """All rows."""
+    """Returns all rows."""
     idle, stream = Idle(device), Stream(Batches(scale))
     models, sides = [], {}
     for name, tiers in budgets(scale, folder).items():
@@ -178,7 +178,7 @@ def measure(scale: Scale, folder: Path, device: torch.device, note: Callable[[st
         pipeline = make_rival(scale, EmbeddingComputeKernel.FUSED_UVM_CACHING, device, 0.1)
         sides[RIVAL] = Measured(pipeline, stream, scale, idle, device)
     note_lookups(idle)
-    # After this a step moves the rows of the next one.
+    # Registered last: after its record, a step moves the rows of the next step.
     register_optimizer_step_post_hook(idle.step_ended)
     for side in sides.values():
         side.warm()
@@ -196,7 +196,7 @@ def measure(scale: Scale, folder: Path, device: torch.device, note: Callable[[st
 
 
 def rows_of(sides: dict[str, Measured], device: torch.device) -> list[Row]:
-    """The rows of what was measured."""
+    """Returns the result rows of the measurements."""
     whole, tenth, ssd = (sides[name] for name in ("whole", "tenth", "ssd"))
     median = statistics.median
     rivals = [{"what": "all rows on the GPU", "value": median(whole.samples_a_second)}]
@@ -216,7 +216,7 @@ def rows_of(sides: dict[str, Measured], device: torch.device) -> list[Row]:
 
 
 def main() -> int:
-    """Measure, print the rows and write them."""
+    """Measures, prints the rows and writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="small data, one round: shows that it runs")
     smoke = parser.parse_args().smoke

@@ -1,12 +1,12 @@
-"""Measures what the processor does for a step of tables on a GPU: all but the kernels, which are not launched.
+"""Measures the CPU work of a step of tables on a GPU: everything but the kernels, which are not launched.
 
     python benches/python/cuda_host.py [--smoke]
 
-`cuda_host_step_cache10pct_zipf105`: samples a second of the tables of cuda_dlrm.py with a tenth of the rows on the device and the
-others in RAM, against all of them on the device. The tables are sharded under DistributedModelParallel and trained by the pipeline,
-with the Triton backend over CPU tensors. Ids are found and planned, rows are chosen, copied in RAM and accounted for, and what
-kernels are told is written, as on a GPU. Launches, and copies over the bus, take no time, and rows have whatever numbers. So a GPU
-waits for the processor in each step that it computes faster than this. Prints one row of results.json.
+`cuda_host_step_cache10pct_zipf105`: samples per second of the tables of cuda_dlrm.py with a tenth of the rows on the device and the
+others in RAM, relative to all of them on the device. The tables are sharded under DistributedModelParallel and trained by the
+pipeline, with the Triton backend over CPU tensors. Ids are looked up and planned, rows are selected, copied in RAM and accounted
+for, and the kernels' arguments are written, as on a GPU. Launches and copies over the bus take no time, and rows have arbitrary
+values. A GPU waits for the CPU in each step that it computes faster than this. Prints one row of results.json.
 
 Shapes: B samples, C columns of the pooled output.
 """
@@ -18,7 +18,7 @@ import statistics
 import sys
 from typing import Any
 
-# Triton decides when it is imported.
+# Triton decides on import.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["EMBCACHE_KERNELS"] = "triton"
 
@@ -55,17 +55,17 @@ ROW_BYTES = DIM * 4 + 64
 
 
 class GivenGradient(torch.autograd.Function):
-    """A loss whose gradient is there already, float32 [B, C], because the dense part is not measured."""
+    """A loss with a precomputed gradient, float32 [B, C], because the dense part is not measured."""
 
     @staticmethod
     def forward(ctx: Any, _output: Tensor, grad: Tensor) -> Tensor:
-        """A zero."""
+        """Returns zero."""
         ctx.grad = grad
         return torch.zeros((), requires_grad=True)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        """The gradient that was given."""
+        """Returns the precomputed gradient."""
         return ctx.grad, None
 
 
@@ -79,19 +79,19 @@ class Tables(nn.Module):
         self.grad = torch.zeros(scale.samples, TABLES * DIM)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss, twice."""
+        """Returns the loss, twice."""
         loss = GivenGradient.apply(self.tables(batch.sparse_features).values(), self.grad)
         return loss, loss.detach()
 
 
 class Buffers:
-    """Memory for the rows that leave each tier, which a GPU's driver would keep."""
+    """Reused memory for the rows that are demoted from each tier, like a GPU's caching allocator."""
 
     def __init__(self) -> None:
         self._of: dict[int, Tensor] = {}
 
     def gather(self, tier: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Whatever rows."""
+        """Returns rows with arbitrary values."""
         kept = self._of.get(id(tier))
         if kept is None or len(kept) < len(slots):
             kept = self._of[id(tier)] = torch.zeros(2 * len(slots), tier.dim * (1 + len(tier.vector_slots)))
@@ -99,12 +99,12 @@ class Buffers:
 
 
 def launch_nothing() -> None:
-    """Have no kernel run."""
+    """Replaces all kernel launches by no-ops."""
     buffers = Buffers()
     moves = {"gather": lambda _, tier, slots: buffers.gather(tier, slots), "scatter": lambda *_: None}
     launches = {
-        "pool": lambda *_, **__: None,
-        "update": lambda *_, **__: None,
+        "pool_rows": lambda *_, **__: None,
+        "update_rows": lambda *_, **__: None,
         "find_gradients": lambda _features, _bags, _count, grad, _scaled: launch.DeviceGradients(grad),
         "sum_gradients": lambda _dim, _ranges, _occurrences, gradients: gradients,
     }
@@ -114,7 +114,7 @@ def launch_nothing() -> None:
 
 
 def made(scale: Scale, device_rows: int) -> tuple[DistributedModelParallel, Any]:
-    """The tables with so many rows on the device each, and their pipeline. Every row is in its table."""
+    """Creates the tables with this number of rows on the device each, and their pipeline. Every row is in its table."""
     rows = scale.rows // TABLES
     tiers = TierBudgets(device_bytes=device_rows * ROW_BYTES + (64 << 10), host_bytes=rows * 512 + (4 << 20))
     model = DistributedModelParallel(Tables(scale, tiers), device=CPU, sharders=[our_sharder()])
@@ -124,7 +124,7 @@ def made(scale: Scale, device_rows: int) -> tuple[DistributedModelParallel, Any]
 
 
 def measure(scale: Scale, note: Any) -> Row:
-    """The row."""
+    """Returns the row."""
     torch.set_num_threads(THREADS)
     stream = Stream(Batches(scale))
     ahead = scale.lookahead + 2
@@ -156,7 +156,7 @@ def measure(scale: Scale, note: Any) -> Row:
 
 
 def main() -> int:
-    """Measure, and print the row."""
+    """Measures, and prints the row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of benches; there is one here, which is measured whatever they are")
     parser.add_argument("--smoke", action="store_true", help="small tables, one round: shows that it runs")

@@ -1,13 +1,13 @@
-"""Measures the step of a DLRM whose tables have a tenth of their bytes in RAM, beside the same DLRM with all of them in RAM on
+"""Measures the step of a DLRM whose tables have a tenth of their bytes in RAM, relative to the same DLRM with all of them in RAM on
 FBGEMM.
 
-Both are TorchRec's own DLRM under DistributedModelParallel in one process, and train on the same batches in turn. Ours runs on
+Both are TorchRec's own DLRM under DistributedModelParallel in one process, and train alternately on the same batches. Ours runs on
 `EmbCacheEmbeddingBagCollection` in `EmbCacheTrainPipelineSparseDist`, the rival on `EmbeddingBagCollection` in TorchRec's
 `TrainPipelineSparseDist`. This prints one row of results.json.
 
     python benches/python/dlrm.py [--smoke]
 
-Shapes: T tables, R rows of a table, B samples, L ids of a bag.
+Shapes: T tables, R rows per table, B samples, L ids per bag.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-# Hide what the libraries warn about among themselves.
+# Hide warnings that the libraries raise about each other.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
 for library in ("torchrec", "torch.fx"):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -62,7 +62,7 @@ TABLES = 8
 DIM = 64
 DENSE = 13
 SAMPLES = 8192
-BAG = (2, 3, 2, 3, 2, 3, 2, 3)  # ids of a bag of each table, 20 in all
+BAG = (2, 3, 2, 3, 2, 3, 2, 3)  # ids per bag of each table, 20 in total
 FEATURES = [f"f{table}" for table in range(TABLES)]
 EXPONENT = 1.05
 THREADS = 2
@@ -79,7 +79,7 @@ class Scale:
     rows: int  # of all tables together
     samples: int
     warm_steps: int  # after these the cache is in its steady state
-    steps: int  # of one round
+    steps: int  # per round
     rounds: int
     lookahead: int
     policy: Any
@@ -99,12 +99,12 @@ class Batches:
         self._cumulative = [np.cumsum(column) for column in weights_RT.reshape(self.rows, TABLES).T]
 
     def make(self) -> Batch:
-        """Make one batch with new ids."""
+        """Creates one batch with new ids."""
         ids: list[NDArray[np.int64]] = []
         for cumulative, bag in zip(self._cumulative, BAG, strict=True):
             points = self._random.random(self._samples * bag) * cumulative[-1]
             rank = np.minimum(np.searchsorted(cumulative, points, side="right"), self.rows - 1)
-            # This prime divides no number of rows in use, so the map is one to one. It sends neighbours far apart.
+            # This prime does not divide any row count in use, so the map is one-to-one. It sends neighbors far apart.
             ids.append((rank * 2_654_435_761 + 12_345) % self.rows)
         lengths_TB = torch.tensor(BAG, dtype=torch.int32).repeat_interleave(self._samples)
         features = KeyedJaggedTensor(FEATURES, torch.from_numpy(np.concatenate(ids)), lengths=lengths_TB)
@@ -120,7 +120,7 @@ def shard(
     device: torch.device = CPU,
     cached: float | None = None,
 ) -> DistributedModelParallel:
-    """The DLRM over `tables`, with the same dense weights each time. `cached`: the share of rows in FBGEMM's cache."""
+    """Shards the DLRM over `tables`, with the same dense weights each time. `cached`: fraction of rows in FBGEMM's cache."""
     torch.manual_seed(0)
     model = DLRMTrain(
         DLRM(
@@ -150,13 +150,13 @@ def dense_optimizer(model: DistributedModelParallel) -> torch.optim.Optimizer:
 
 
 def a_tenth_in_ram(scale: Scale, ssd_dir: Path) -> TierBudgets:
-    """Budgets with a tenth of the bytes of the tables' weights in RAM. This includes the index of the rows on SSD."""
+    """Returns budgets with a tenth of the bytes of the tables' weights in RAM, including the index of the rows on SSD."""
     weight_bytes = scale.rows // TABLES * DIM * 4
     return TierBudgets(host_bytes=weight_bytes // 10, ssd_bytes=max(weight_bytes * 5 // 2, 64 << 20), ssd_dir=ssd_dir)
 
 
 def look_up_every_row(model: DistributedModelParallel, scale: Scale, device: torch.device) -> None:
-    """Have every row read once, so that a device tier with room for all has all. No pipeline has the model yet."""
+    """Reads every row once, so that a device tier that fits all rows has them. Must precede the creation of the pipeline."""
     rows = scale.rows // TABLES
     lengths_TB = torch.tensor(BAG, dtype=torch.int32).repeat_interleave(scale.samples)
     dense = torch.zeros(scale.samples, DENSE)
@@ -170,7 +170,7 @@ def look_up_every_row(model: DistributedModelParallel, scale: Scale, device: tor
 
 
 def tables_of(scale: Scale, tiers: TierBudgets, device: torch.device = CPU) -> EmbCacheEmbeddingBagCollection:
-    """Our tables, each with these budgets."""
+    """Creates our tables, each with these budgets."""
     configs = [
         EmbCacheEmbeddingBagConfig(
             name=f"t{table}",
@@ -186,12 +186,12 @@ def tables_of(scale: Scale, tiers: TierBudgets, device: torch.device = CPU) -> E
 
 
 def our_sharder() -> EmbCacheEmbeddingBagCollectionSharder:
-    """Shards our tables, which rowwise Adagrad trains."""
+    """Creates the sharder of our tables, which uses rowwise Adagrad."""
     return EmbCacheEmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **SPARSE})
 
 
 def import_every_row(model: DistributedModelParallel, scale: Scale) -> None:
-    """Put every row in its table."""
+    """Imports every row into its table."""
     rows = scale.rows // TABLES
     for module in cache_modules(model).values():
         for table in module.tables.values():
@@ -200,7 +200,7 @@ def import_every_row(model: DistributedModelParallel, scale: Scale) -> None:
 
 
 def make_ours(scale: Scale, tiers: TierBudgets, device: torch.device = CPU) -> tuple[DistributedModelParallel, Any]:
-    """The model and its pipeline, in which each table has these budgets. Every row is in its table."""
+    """Creates the model and its pipeline, in which each table has these budgets. Every row is in its table."""
     model = shard(tables_of(scale, tiers, device), our_sharder(), device=device)
     import_every_row(model, scale)
     pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), device, lookahead=scale.lookahead)
@@ -213,7 +213,7 @@ def make_rival(
     device: torch.device = CPU,
     cached: float | None = None,
 ) -> Any:
-    """The pipeline on a kernel of FBGEMM, on the CPU with all rows in RAM. `cached`: the share of rows in its cache."""
+    """Creates the pipeline on an FBGEMM kernel, by default on the CPU. `cached`: fraction of rows in its cache."""
     configs = [
         EmbeddingBagConfig(
             name=f"t{table}",
@@ -230,13 +230,13 @@ def make_rival(
 
 
 class Side:
-    """One pipeline. It is fed from the batches of all rounds in order, and takes them as far ahead as it likes."""
+    """One pipeline. It consumes the batches of all rounds in order, and may read ahead."""
 
     def __init__(self, pipeline: Any, batches: "Stream", ahead: int) -> None:
         self._pipeline = pipeline
         self._batches = batches
         self._ahead = ahead
-        self.next = 0  # number of the batch that is trained next
+        self.next = 0  # index of the batch that is trained next
         self._source: Iterator[Batch] | None = None
 
     def _numbered(self) -> Iterator[Batch]:
@@ -246,7 +246,7 @@ class Side:
             number += 1
 
     def run(self, steps: int) -> list[float]:
-        """Do `steps` steps, and return the seconds of each. The batches are made before, so that no step is charged for that."""
+        """Runs `steps` steps, and returns the seconds of each. The batches are created before the timing starts."""
         self._batches.make_until(self.next + steps + self._ahead)
         self._source = self._source or self._numbered()
         seconds = []
@@ -259,7 +259,7 @@ class Side:
 
 
 class Stream:
-    """Batches by number. They are kept as long as a side may want them."""
+    """Batches by index. They are kept as long as a side may need them."""
 
     def __init__(self, source: Batches) -> None:
         self._source = source
@@ -267,28 +267,28 @@ class Stream:
         self._until = 0
 
     def make_until(self, number: int) -> None:
-        """Make the batches before `number`."""
+        """Creates the batches before `number`."""
         while self._until < number:
             self._made[self._until] = self._source.make()
             self._until += 1
 
     def get(self, number: int) -> Batch:
-        """A batch that was made and not forgotten."""
+        """Returns a batch that was created and not dropped."""
         return self._made[number]
 
     def forget_before(self, number: int) -> None:
-        """Forget the batches before `number`, which no side wants any more."""
+        """Drops the batches before `number`, which all sides have trained."""
         for old in [old for old in self._made if old < number]:
             del self._made[old]
 
 
 def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """Measure, and return the bench's row of results.json."""
+    """Measures, and returns the bench's row of results.json."""
     torch.set_num_threads(THREADS)
     stream = Stream(Batches(scale))
     model, pipeline = make_ours(scale, a_tenth_in_ram(scale, folder))
     note("ours has its rows")
-    # These steps begin a round and are not counted. A side must not gain from what it read ahead while the other side ran.
+    # These steps start a round and are not counted. A side must not profit from reading ahead while the other side ran.
     uncounted = scale.lookahead + 2
     ours = Side(pipeline, stream, uncounted)
     rival = Side(make_rival(scale), stream, uncounted)
@@ -310,7 +310,7 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
         stream.forget_before(ours.next)
         note(f"ours {times['ours'][-1]:.0f} samples/s, the rival {times[RIVAL][-1]:.0f}")
     after = tier_counters(model)
-    # Tables that are not closed here are flushed at the end of the process, when their directory is gone.
+    # Tables that are not closed here would be flushed at process exit, after the removal of their directory.
     for module in cache_modules(model).values():
         for table in module.tables.values():
             table.close()
@@ -333,7 +333,7 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
 
 
 def tier_counters(model: DistributedModelParallel) -> dict[str, int]:
-    """The counters of all tables together."""
+    """Returns the summed counters of all tables."""
     counters = {"host_hits": 0, "ssd_reads": 0, "ssd_read_bytes": 0, "ssd_written_bytes": 0, "overflow_plans": 0}
     for module in cache_modules(model).values():
         for table in module.tables.values():
@@ -349,7 +349,7 @@ def tier_counters(model: DistributedModelParallel) -> dict[str, int]:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[tuple[Path, Callable[[str], None]]]:
-    """A process group of this process alone. Yields a directory that lasts as long, and a function that writes a line with the
+    """Creates a process group of a single rank. Yields a temporary directory, and a function that writes a line with the elapsed
     time to standard error.
     """
     begin = time.monotonic()

@@ -1,7 +1,7 @@
-"""Measures the step of a DLRM with all rows in RAM while a checkpoint is saved beside it, against the step while none is.
+"""Measures the step of a DLRM with all rows in RAM during an asynchronous save, relative to the step without a save.
 
-The DLRM and the batches are those of dlrm.py. Steps without a save and with one take turns. The first step of a save includes the
-call. This prints one row of results.json.
+The DLRM and the batches are those of dlrm.py. Steps with and without a save alternate. The first step of a save includes the call.
+This prints one row of results.json.
 
     python benches/python/dlrm_async.py [--smoke]
 """
@@ -24,14 +24,14 @@ from torchrec_embcache import TierBudgets
 from torchrec_embcache.saver import Saver
 
 NAME = "save_async_step_slowdown"
-# Bytes of the host budget for each row of DIM floats, with its metadata, index and policy, and some to spare.
+# Bytes of the host budget per row of DIM floats, with its metadata, index and policy, and some headroom.
 ROW_BYTES = DIM * 4 + 144
-# The number of batches that are ready before a save begins. When they are used up, more are made between two steps.
+# Number of batches that are ready before a save starts. When they are used up, more are created between two steps.
 BATCHES_AHEAD = 150
 
 
 def while_saving(side: Side, stream: Stream, model: torch.nn.Module, path: Path) -> tuple[list[float], float]:
-    """Return the seconds of each step while a save runs, and the seconds of the save."""
+    """Returns the seconds of each step during a save, and the seconds of the save."""
     stream.make_until(side.next + BATCHES_AHEAD)
     begin = time.perf_counter()
     future = Saver().save_async(model, path)
@@ -45,7 +45,7 @@ def while_saving(side: Side, stream: Stream, model: torch.nn.Module, path: Path)
 
 
 def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """Measure, and return the bench's row of results.json."""
+    """Measures, and returns the bench's row of results.json."""
     torch.set_num_threads(THREADS)
     stream = Stream(Batches(scale))
     tiers = TierBudgets(host_bytes=scale.rows // TABLES * ROW_BYTES)
@@ -82,9 +82,9 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
 
 
 def run(description: str | None, steps: tuple[int, int], measure: Callable[..., dict[str, Any]]) -> int:
-    """The command line of a bench that saves this DLRM with all rows in RAM. It prints the row that `measure` returns.
+    """Command line of a bench that saves this DLRM with all rows in RAM. It prints the row returned by `measure`.
 
-    `steps` are two numbers of steps of its `Scale`, for a run that is no smoke run.
+    `steps` are two step counts of its `Scale`, for a full run.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of benches; there is one here, which is measured whatever they are")

@@ -1,9 +1,10 @@
-"""Adds target/bench/results.json to docs/benchmarks.json, and writes docs/benchmarks.md, plots, and README.md's figures from that.
+"""Merges target/bench/results.json into docs/benchmarks.json, and generates docs/benchmarks.md, plots, and README.md's figures from
+it.
 
     python benches/python/document.py [RESULTS.json]
 
-docs/benchmarks.json has the newest row of each bench, with its commit and day. So a run of some benches leaves the others as they
-are. A bench that was never measured is left out of the tables, but for those of a GPU.
+docs/benchmarks.json has the latest row of each bench, with its commit and day, so a run of some benches leaves the others
+unchanged. Benches that were never measured are omitted from the tables, except those of a GPU.
 """
 
 import argparse
@@ -34,26 +35,26 @@ are powers of 1000.
 ON_A_GPU = """`make bench-cuda` measures these where there is a CUDA device.
 [gpu.md](gpu.md#what-a-step-should-cost) says what they should be.
 """
-# A row of the soak of servers, and the plots that such a run draws beside results.json, by their names in docs/.
+# A row of the serving soak, and the plots that such a run writes next to results.json, by their names in docs/.
 SOAK = "serving_soak_p99_ms"
 OVER_TIME = {
     "benchmarks-serving.svg": "Times of requests while a trainer saves every 2 s",
     "benchmarks-serving-faults.svg": "Times of requests while the trainer, its files and the disk fail",
 }
-# Finds the commit and the day of a row's measurement in its setting.
+# Keys of the commit and day of a row's measurement in its setting.
 WHEN = ("commit", "date")
-# The marks in README.md between which the table is written.
+# The markers in README.md that enclose the table.
 BEGIN, END = "<!-- make bench-docs writes from here -->", "<!-- to here -->"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def short(what: str) -> str:
-    """The name of a rival without its settings, which have a list of their own."""
+    """Returns the name of a rival without its settings, which are listed separately."""
     return what.split(" (")[0]
 
 
 def compared(row: Row) -> str:
-    """The columns of the limit and of the rivals."""
+    """Returns the columns of the limit and of the rivals."""
     limit = f"{ratio(row, row['limit']['value']):.2f}" if row["limit"] else ""
     names = [short(rival["what"]) for rival in row["rivals"]]
     shown = [rival["what"] if names.count(name) > 1 else name for rival, name in zip(row["rivals"], names, strict=True)]
@@ -78,7 +79,7 @@ def table(rows: dict[str, Row], section: dict[str, str], *, lists_unmeasured: bo
 
 
 def key_figures(rows: dict[str, Row]) -> Iterator[str]:
-    """README.md's table, and where it was measured."""
+    """Yields README.md's table, and the setting of the measurements."""
     yield "| bench | what | ours | of the limit | against |"
     yield "| --- | --- | --- | --- | --- |"
     for name, what in KEY.items():
@@ -89,14 +90,14 @@ def key_figures(rows: dict[str, Row]) -> Iterator[str]:
     machines = dict.fromkeys(f"{each['cpu']}, {each['cores']} cores, {each['memory']} of RAM" for each in settings)
     commits = dict.fromkeys(each.get("commit") or each.get("date", "") for each in settings)
     yield f"Measured on {'; '.join(machines)}, at {', '.join(commits)}."
-    # A setting that a person adds to a row whose disk was not what it is at other times.
+    # A setting that the user adds to a row if the disk had an unusual state.
     for disk in dict.fromkeys(each["disk"] for each in settings if each.get("disk")):
         of = ", ".join(f"`{name}`" for name in KEY if ((rows.get(name) or {}).get("setting") or {}).get("disk") == disk)
         yield f"During {of} the disk was {disk}."
 
 
 def with_key_figures(text: str, rows: dict[str, Row]) -> str:
-    """The text of README.md with its table replaced by the present one."""
+    """Returns the text of README.md with its table replaced by the current one."""
     made = "\n".join([BEGIN, "", *key_figures(rows), "", END])
     text, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, text, flags=re.DOTALL)
     if count != 1:
@@ -105,7 +106,7 @@ def with_key_figures(text: str, rows: dict[str, Row]) -> str:
 
 
 def limits(rows: dict[str, Row]) -> Iterator[str]:
-    """What the limits are, each with its benches."""
+    """Yields the descriptions of the limits, each with its benches."""
     of: dict[str, list[str]] = {}
     for row in rows.values():
         if row["limit"]:
@@ -118,7 +119,7 @@ def limits(rows: dict[str, Row]) -> Iterator[str]:
 
 
 def figures(rows: dict[str, Row]) -> Iterator[str]:
-    """What else was measured in the runs."""
+    """Yields the additional figures of the runs."""
     for row in rows.values():
         seen = {name: value for name, value in (row.get("run") or {}).items() if isinstance(value, int | float | str)}
         if seen:
@@ -131,7 +132,7 @@ def shown(value: float | str) -> str:
 
 
 def rivals(rows: dict[str, Row]) -> Iterator[str]:
-    """The settings of the rivals that have any, each with its benches."""
+    """Yields the settings of the rivals that have any, each with its benches."""
     of: dict[str, list[str]] = {}
     for row in rows.values():
         for rival in row["rivals"]:
@@ -142,7 +143,7 @@ def rivals(rows: dict[str, Row]) -> Iterator[str]:
 
 
 def settings(rows: dict[str, Row]) -> Iterator[str]:
-    """The machines and versions, with the benches that were measured on each where there are several."""
+    """Yields the machines and versions, with the benches that were measured on each if there are several."""
     of: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for row in rows.values():
         where = {name: value for name, value in (row.get("setting") or {}).items() if name not in WHEN}
@@ -154,12 +155,12 @@ def settings(rows: dict[str, Row]) -> Iterator[str]:
 
 
 def grows(rows: dict[str, Row]) -> bool:
-    """Whether some path was measured at two sizes."""
+    """True if any path was measured at two sizes."""
     return any(len(rows.keys() & {*names.values()}) > 1 for names in GROWTH.values())
 
 
 def document(rows: dict[str, Row], over_time: Sequence[str]) -> str:
-    """The page. `over_time` are the plots of `OVER_TIME` that there are, by their names in docs/."""
+    """Returns the page. `over_time` contains the existing plots of `OVER_TIME`, by their names in docs/."""
     parts = [HEAD]
     parts.append("![Ratios to the limits and the rivals](benchmarks-ratios.svg)\n")
     for title, section in SECTIONS.items():
@@ -186,7 +187,7 @@ def document(rows: dict[str, Row], over_time: Sequence[str]) -> str:
 
 
 def keep_plots(measured: Sequence[Row], folder: Path, docs: Path) -> list[str]:
-    """Take along the plots of a soak that was measured. Returns the names of all that there are now."""
+    """Copies the plots of a measured soak. Returns the names of all existing plots."""
     if any(row["name"] == SOAK for row in measured):
         for plot in OVER_TIME:
             made = folder / plot.replace("benchmarks-serving", "serving_soak").replace("-", "_")
@@ -196,7 +197,7 @@ def keep_plots(measured: Sequence[Row], folder: Path, docs: Path) -> list[str]:
 
 
 def day(row: Row) -> str:
-    """When a row was measured, in an order; before any day where it does not say so."""
+    """Returns the day of a row's measurement in sortable form; before any day if unknown."""
     return str((row.get("setting") or {}).get("date", ""))
 
 

@@ -29,7 +29,7 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float =
 
 
 def ratios_plot(rows: dict[str, Row]) -> str:
-    """Draw ours as a ratio to its limit (dot) and to its rivals (diamonds), one line for each bench, on a logarithmic axis."""
+    """Draws ours as a ratio to its limit (dot) and to its rivals (diamonds), one line per bench, on a logarithmic axis."""
     compared = [row for row in rows.values() if row["limit"] or row["rivals"]]
     left, right, top, step = 290, 40, 40, 22
     width, height = 900, top + step * len(compared) + 40
@@ -62,7 +62,7 @@ def ratios_plot(rows: dict[str, Row]) -> str:
 
 
 def growth_plot(rows: dict[str, Row]) -> str:
-    """Draw rates by the number of rows of the table, on two logarithmic axes. A bar is the spread."""
+    """Draws rates by the number of rows of the table, on two logarithmic axes. A bar is the spread."""
     lines = {path: {size: rows[name] for size, name in names.items() if name in rows} for path, names in GROWTH.items()}
     lines = {path: points for path, points in lines.items() if len(points) > 1}
     left, right, top, width, height = 70, 230, 30, 820, 420
@@ -101,8 +101,8 @@ def growth_plot(rows: dict[str, Row]) -> str:
 
 
 def soak_plot(windows: Sequence[Row], marks: Sequence[tuple[float, str]]) -> str:
-    """Draw what servers saw over time: how long requests took, how old the version was, and their memory. A tick below is a swap of
-    versions, in the server's colour. A dotted line is a full save, and a dashed one with a number is a fault or its end.
+    """Draws the servers' measurements over time: request times, the age of the version, and memory. A tick below is a swap of
+    versions, in the server's color. A dotted line is a full save, and a dashed one with a number is a fault or its end.
     """
     left, width, panel = 80, 960, 150
     end = max([window["at"] for window in windows] + [at for at, _ in marks], default=1.0)
@@ -119,7 +119,7 @@ def soak_plot(windows: Sequence[Row], marks: Sequence[tuple[float, str]]) -> str
 
     faults = grouped([(at, what) for at, what in marks if what != "full"], 16 * end / (width - left - 20))
     parts = []
-    # The fields that each panel draws, and by how much they are divided.
+    # The fields that each panel draws, and their divisor.
     panels = (
         ("time of a request, ms: 99th percentile and median", ("p99", "p50"), 1e3),
         ("age of the version, s", ("staleness",), 1.0),
@@ -162,7 +162,7 @@ def soak_plot(windows: Sequence[Row], marks: Sequence[tuple[float, str]]) -> str
 
 
 def grouped(marks: Sequence[tuple[float, str]], apart: float) -> list[tuple[float, str]]:
-    """Marks of moments in order. Those that come within so many seconds of one another are one, at the first of them."""
+    """Groups marks in time order. Marks within `apart` seconds of the first of a group are merged with it."""
     found: list[tuple[float, str]] = []
     for at, what in marks:
         if found and at - found[-1][0] < apart:

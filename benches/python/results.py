@@ -1,4 +1,4 @@
-"""The file results.json. It has one row for each bench, which is merged by name, and says how and when the row was measured."""
+"""The file results.json. It has one row per bench, merged by name, with the setting and the time of the measurement."""
 
 import importlib.metadata
 import json
@@ -15,19 +15,20 @@ from typing import Any
 __all__ = ["Row", "against", "describe", "merge", "quantity", "ratio", "read", "row", "setting"]
 
 # A row has name, unit, better ("higher" or "lower"), value (the median), low, high, limit ({what, value} or null) and rivals
-# ([{what, value}]). Besides it has missing (the rivals that this machine lacks, and why), rounds, run (figures of the same run that
-# are not compared) and setting (see `setting`). A row that was measured against another tree has against (see `against`).
+# ([{what, value}]). It also has missing (rivals that are unavailable on this machine, with the reason), rounds, run (figures of the
+# same run that are not compared) and setting (see `setting`). A row that was measured against another tree has against (see
+# `against`).
 Row = dict[str, Any]
 
 
 def ratio(row: Row, other: float) -> float:
-    """The ratio of ours to another value, so turned that above 1 ours is ahead."""
+    """Returns the ratio of ours to another value, oriented so that ours is ahead above 1."""
     value = float(row["value"])
     return value / other if row["better"] == "higher" else other / value
 
 
 def quantity(value: float) -> str:
-    """A value with three digits, and with k, M or G."""
+    """Formats a value with three digits, and with k, M or G."""
     for power, letter in ((9, " G"), (6, " M"), (3, " k")):
         if abs(value) >= 10**power:
             return f"{value / 10**power:.3g}{letter}"
@@ -35,7 +36,7 @@ def quantity(value: float) -> str:
 
 
 def describe(row: Row) -> str:
-    """The row as one line of text."""
+    """Formats the row as one line of text."""
     text = f"{quantity(row['value'])} {row['unit']} [{quantity(row['low'])} .. {quantity(row['high'])}]"
     if row["limit"]:
         text += f", {ratio(row, row['limit']['value']):.2f} of the limit"
@@ -49,11 +50,11 @@ def describe(row: Row) -> str:
 
 
 def against(row: Row, tree: str, ours: Sequence[float], theirs: Sequence[float]) -> Row:
-    """The row with the ratios of our rounds to those of another tree, round by round. Above 1 ours is ahead.
+    """Returns the row with the ratios of our rounds to those of another tree, round by round. Above 1 ours is ahead.
 
-    Ours had the first turn in the rounds of even numbers, and the second turn in the others. The second turn can be twice as fast,
-    as where it gets the memory that the first gave back. So the ratio is the geometric mean of two medians, one for each order:
-    what the turn does cancels out.
+    Ours runs first in even rounds, and second in odd rounds. The second can be twice as fast, for example because it reuses memory
+    that the first has freed. The ratio is therefore the geometric mean of two medians, one for each order, in which this effect
+    cancels out.
     """
     higher = row["better"] == "higher"
     ratios = [a / b if higher else b / a for a, b in zip(ours, theirs, strict=True)]
@@ -72,7 +73,7 @@ def row(
     rivals: Sequence[dict[str, Any]] = (),
     run: dict[str, Any] | None = None,
 ) -> Row:
-    """A row with the median of our rounds and their spread."""
+    """Returns a row with the median of our rounds and their spread."""
     return {
         "name": name,
         "unit": unit,
@@ -88,13 +89,13 @@ def row(
 
 
 def read(path: Path) -> list[Row]:
-    """The rows so far."""
+    """Reads the existing rows."""
     rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
     return rows
 
 
 def merge(path: Path, *rows: Row) -> None:
-    """Add rows, each in the place of the row of the same name if there is one. The file is whole at any moment."""
+    """Adds rows; each replaces the row of the same name, if any. The file is replaced atomically."""
     merged = list(({old["name"]: old for old in read(path)} | {row["name"]: row for row in rows}).values())
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
@@ -104,7 +105,7 @@ def merge(path: Path, *rows: Row) -> None:
 
 @cache
 def setting() -> dict[str, str]:
-    """The machine, the versions, the commit and the day (UTC)."""
+    """Returns the machine, the versions, the commit and the day (UTC)."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
     rustc = subprocess.run(["rustc", "--version"], stdout=subprocess.PIPE, text=True, check=False).stdout.split()

@@ -1,7 +1,7 @@
-"""What the benches are compared with, each on the very batches on which our round ran.
+"""Rivals of the benches, each measured on the same batches as our round.
 
-Shapes: K batches, N ids of a batch, B bags of a batch, R rows of the table, D = 64 columns. A rival is made from (ids int64 [K, N],
-R). The rival is a round: a call that runs all K batches and returns ids a second.
+Shapes: K batches, N ids per batch, B bags per batch, R rows of the table, D = 64 columns. A rival is created from (ids int64 [K,
+N], R). The result is a round: a function that runs all K batches and returns ids per second.
 """
 
 import time
@@ -15,11 +15,11 @@ Round = Callable[[], float]
 Rival = Callable[[torch.Tensor, int], Round]
 
 DIM = 64
-BAG = 20  # ids of a bag
+BAG = 20  # ids per bag
 
 
 def timed(ids_KN: torch.Tensor, step: Callable[[torch.Tensor], object], threads: int = 1) -> Round:
-    step(ids_KN[0])  # lets the first call make what it needs once
+    step(ids_KN[0])  # warm-up: one-time initialization
 
     def run() -> float:
         torch.set_num_threads(threads)
@@ -36,7 +36,7 @@ def torch_unique(ids_KN: torch.Tensor, _rows: int) -> Round:
 
 
 def bag_offsets(ids_KN: torch.Tensor) -> torch.Tensor:
-    """The offsets of the bags: [B + 1]."""
+    """Returns the offsets of the bags: [B + 1]."""
     return torch.arange(0, ids_KN.shape[1] + 1, BAG)
 
 
@@ -67,7 +67,7 @@ def embedding_bag_sparse_adam(ids_KN: torch.Tensor, rows: int) -> Round:
 
 
 def fbgemm(optimizer: str | None, threads: int = 1) -> Rival:
-    """FBGEMM's table-batched embedding on the CPU. Without an optimizer it runs the forward alone."""
+    """FBGEMM's table-batched embedding on the CPU. Without an optimizer it only runs the forward."""
 
     def make(ids_KN: torch.Tensor, rows: int) -> Round:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -100,7 +100,7 @@ def fbgemm(optimizer: str | None, threads: int = 1) -> Rival:
     return make
 
 
-# What each bench is compared with.
+# The rivals of each bench.
 RIVALS: dict[str, dict[str, Rival]] = {
     "dedupe_zipf105": {"torch.unique (1 thread)": torch_unique},
     "dedupe_uniform": {"torch.unique (1 thread)": torch_unique},

@@ -1,12 +1,12 @@
-"""Measures every bench beside its limit and its rivals, into target/bench/results.json.
+"""Measures every bench together with its limit and its rivals, into target/bench/results.json.
 
-A bench that is served measures a round when it is asked to, so that ours, the limit and the rivals take turns on the same batches.
-Other benches print their rows themselves (see served.py; SCRIPTS has those in Python). Each row is merged into the file as soon as
-it is measured, so stopping loses only the bench that is running.
+A served bench measures a round on request, so that ours, the limit and the rivals alternate on the same batches. Other benches
+print their rows themselves (see served.py; SCRIPTS has those in Python). Each row is merged into the file as soon as it is
+measured, so an interrupt only loses the running bench.
 
-`--against TREE` also measures the benches of another checkout of this project, such as the commit before a change. A
-served bench of TREE has a round after each of ours, or before it: they change places every round, because the second often meets a
-warmer disk. A bench that prints its rows is run once there, after ours.
+`--against TREE` also measures the benches of another checkout of this project, such as the commit before a change. A served bench
+of TREE has a round after each of ours, or before it: the order alternates every round, because the second often has a warmer disk
+cache. A bench that prints its rows is run once there, after ours.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from stores import STORES, Store
 
 FOLDER = ROOT / "target" / "bench"
 MINUTES = 84
-# Another tree is measured too: the limit and the rivals are not measured twice.
+# With another tree; the limit and the rivals are not measured twice.
 MINUTES_AGAINST = 130
-# Seconds for one bench, and for a program that prints several rows.
+# Time limits in seconds for one bench, and for a program that prints several rows.
 BENCH_SECONDS = 300.0
 PROGRAM_SECONDS = 1200.0
 # Two soaks of ten minutes.
 SOAK_SECONDS = 1800.0
-# The scripts beside this file, each with the rows that it prints. A script is given the names of the wanted rows, and --smoke.
+# The scripts in this folder, with the rows that each prints. The arguments of a script are the requested row names, and --smoke.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "advise.py": ("advised_reads_of_best_split", "advised_step_of_best_split"),
     "cuda_host.py": ("cuda_host_step_cache10pct_zipf105",),
@@ -60,7 +60,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures. `rows` is told whether this is a smoke run, and how many seconds it may take."""
+    """A unit of measurement in one process. `rows` is called with the smoke flag and the time limit in seconds."""
 
     names: tuple[str, ...]
     seconds: float
@@ -76,7 +76,7 @@ class Other:
 
     @classmethod
     def built(cls, root: Path, smoke: bool) -> Self:
-        """Build the programs of the tree `root`."""
+        """Builds the programs of the tree `root`."""
         return cls(root, programs(smoke, root))
 
     @property
@@ -92,7 +92,7 @@ class Other:
 
 
 def in_turn(ours: Served, theirs: Served | None, number: int) -> tuple[float, float | None]:
-    """A round of ours and one of the other tree. They change places every round."""
+    """Runs a round of ours and one of the other tree. The order alternates every round."""
     if theirs is None:
         return ours.ask("ours"), None
     if number % 2:
@@ -102,7 +102,7 @@ def in_turn(ours: Served, theirs: Served | None, number: int) -> tuple[float, fl
 
 
 def batches(served: Served) -> torch.Tensor:
-    """The ids of the batches that the bench draws: int64 [K, N]."""
+    """Returns the ids of the batches that the bench draws: int64 [K, N]."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ids"
         served.ask(f"data {path}")
@@ -110,7 +110,7 @@ def batches(served: Served) -> torch.Tensor:
 
 
 def measure(program: Path, name: str, smoke: bool, seconds: float, other: Other | None) -> Row:
-    """Measure a served bench, and return its row."""
+    """Measures a served bench, and returns its row."""
     before = other and other.programs.get(name)
     served = Served(program, name, smoke, seconds)
     theirs: Served | None = None
@@ -170,13 +170,13 @@ def served_job(program: Path, name: str, other: Other | None) -> Job:
 
 @dataclass(frozen=True)
 class Printing:
-    """A command that prints rows, and the environment that it needs besides ours."""
+    """A command that prints rows, and its additional environment variables."""
 
     command: list[str]
     env: dict[str, str] | None = None
 
     def rows(self, names: tuple[str, ...], smoke: bool, seconds: float) -> Iterator[Row]:
-        """Run the command for the rows of these names."""
+        """Runs the command for the rows of these names."""
         return rows_of([*self.command, *names, *(["--smoke"] if smoke else [])], seconds, self.env)
 
 
@@ -212,7 +212,7 @@ def printing_jobs(found: dict[str, Program], wanted: set[str], other: Other | No
 
 
 def jobs(found: dict[str, Program], wanted: set[str], other: Other | None) -> list[Job]:
-    """What measures the wanted benches; all of them when none is named."""
+    """Returns the jobs of the requested benches; all jobs if none is named."""
     served = [served_job(program.path, name, other) for name, program in found.items() if program.group is None]
     return [job for job in served if not wanted or wanted & {*job.names}] + [*printing_jobs(found, wanted, other)]
 

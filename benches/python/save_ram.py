@@ -1,7 +1,7 @@
-"""Measures the RAM that saving takes of a process that trains: the most bytes resident while a save runs, less those before it.
+"""Measures the RAM that a save adds to a training process: the peak resident bytes during a save minus those before it.
 
-The DLRM and the batches are those of dlrm.py, with all rows in RAM. A blocking save and a save beside training take turns, and the
-worse of both counts. What a training step takes for itself is included. This prints one row of results.json.
+The DLRM and the batches are those of dlrm.py, with all rows in RAM. Blocking and asynchronous saves alternate, and the larger value
+counts. The memory of a training step is included. This prints one row of results.json.
 
     python benches/python/save_ram.py [--smoke]
 """
@@ -24,28 +24,28 @@ from torchrec_embcache import TierBudgets
 from torchrec_embcache.saver import Saver
 
 NAME = "save_extra_ram_bytes"
-# The number of M_MMAP_THRESHOLD in <malloc.h>.
+# The value of M_MMAP_THRESHOLD in <malloc.h>.
 M_MMAP_THRESHOLD = -3
 
 
 def keep_out_of_the_heap(block_bytes: int) -> None:
-    """Make the C library map each large block by itself from now on.
+    """Makes the C library map each large block separately from this call on.
 
-    In its heap, memory that a step gave back stays resident or not by chance. That alone changes the resident bytes between two
+    In its heap, memory that a step has freed stays resident or not by chance. That alone changes the resident bytes between two
     steps by 200 MiB.
     """
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, block_bytes) == 1
 
 
 def resident(what: str) -> int:
-    """The bytes of VmRSS (now) or VmHWM (the most since the peak was forgotten) in /proc/self/status."""
+    """Returns VmRSS (current) or VmHWM (the peak since its reset) from /proc/self/status, in bytes."""
     found = re.search(rf"{what}:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def most_more(work: Callable[[], object]) -> int:
-    """The most bytes resident while `work` runs, less those before."""
+    """Returns the peak resident bytes while `work` runs, minus those before."""
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     work()
@@ -53,7 +53,7 @@ def most_more(work: Callable[[], object]) -> int:
 
 
 def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """Measure, and return the bench's row of results.json."""
+    """Measures, and returns the bench's row of results.json."""
     torch.set_num_threads(THREADS)
     stream = Stream(Batches(scale))
     model, pipeline = make_ours(scale, TierBudgets(host_bytes=scale.rows // TABLES * ROW_BYTES))

@@ -1,4 +1,4 @@
-"""A folder on the disk under test. It is removed with its process, however that ends. benches/src/scratch.rs is the same for
+"""A folder on the disk under test. It is removed with its process, even if that is killed. benches/src/scratch.rs does the same in
 Rust.
 """
 
@@ -21,14 +21,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the system kill this process when the one that started it ends."""
+    """Makes the OS kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def scratch(wanted_bytes: int) -> Iterator[Path]:
-    """A new folder under `EMBCACHE_BENCH_DIR` (by default target/) on a disk with at least `wanted_bytes` free. Without such a
-    disk this exits and says so.
+    """Creates a folder under `EMBCACHE_BENCH_DIR` (by default target/) on a disk with at least `wanted_bytes` free. Exits with a
+    message if there is not enough space.
     """
     parent = Path(os.environ.get("EMBCACHE_BENCH_DIR") or ROOT / "target")
     parent.mkdir(parents=True, exist_ok=True)
@@ -39,8 +39,7 @@ def scratch(wanted_bytes: int) -> Iterator[Path]:
             "EMBCACHE_BENCH_DIR to a folder on a larger disk"
         )
     path = Path(tempfile.mkdtemp(prefix="bench-", dir=parent))
-    # The remover reads until the end of the pipe on this process's side is gone. A group of its own keeps a terminal's Ctrl-C from
-    # it.
+    # The janitor reads until this process's end of the pipe is closed. Its own process group keeps Ctrl-C of a terminal from it.
     janitor = subprocess.Popen(
         ["sh", "-c", 'read -r _; rm -rf -- "$0"', str(path)], stdin=subprocess.PIPE, process_group=0
     )

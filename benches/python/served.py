@@ -1,7 +1,7 @@
-"""Finds and builds the Rust bench programs, asks them for rounds, or lets them print whole rows.
+"""Finds and builds the Rust bench programs, and runs their rounds or reads the rows that they print.
 
-A bench that is *served* measures a round when it is asked to, so that rivals take turns (see benches/src/serve.rs). A bench that
-*prints rows* needs the machine for itself, or measures several things on one store.
+A *served* bench measures a round on request, so that rivals alternate (see benches/src/serve.rs). A bench that *prints rows* needs
+the machine exclusively, or measures several values on one store.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Program:
-    """An executable, and how it measures a bench: in rounds that it serves, or as one of the rows that a group of it prints."""
+    """An executable, and its kind: it serves rounds of a bench, or a group of it prints rows."""
 
     path: Path
     group: str | None
 
 
-# The packages whose features are united. The tests are built with these, so a smoke run finds the core that they have built.
+# The packages whose features are unified. The tests are built with them, so a smoke run reuses the crate built for the tests.
 PACKAGES = ("embcache", "embcache-tests", "embcache-benches", "embcache-rivals")
 
 
 @cache
 def built(smoke: bool, root: Path = ROOT) -> dict[str, list[Path]]:
-    """Build the bench programs of all packages of the tree `root`. The result is by the package's folder. A smoke run uses the
-    tests' profile, which is built faster.
+    """Builds the bench programs of all packages of the tree `root`. Returns them by the package's folder. A smoke run uses the
+    tests' profile, which builds faster.
     """
     command = ["cargo", "bench", "--locked", "--no-run", "--message-format=json-render-diagnostics"]
     command += [argument for package in PACKAGES for argument in ("-p", package)]
@@ -51,19 +51,19 @@ def built(smoke: bool, root: Path = ROOT) -> dict[str, list[Path]]:
 
 
 def programs(smoke: bool, root: Path = ROOT) -> dict[str, Program]:
-    """Build the bench programs of the tree `root`, and map the name of each bench to the program that has it."""
+    """Builds the bench programs of the tree `root`, and maps the name of each bench to its program."""
     found: dict[str, Program] = {}
     for path in built(smoke, root)["benches"]:
         listed = subprocess.run([path, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout
         for line in listed.splitlines():
             name, *how = line.split()
-            # Older trees have a program for each group, and say no name of it.
+            # Older trees have one program per group, without group names.
             found[name] = Program(path, group=(how[1:] or [path.name])[0] if how else None)
     return found
 
 
 class Child:
-    """A program that answers in lines of JSON. It is killed when its time is over."""
+    """A program that answers in lines of JSON. It is killed when its time limit expires."""
 
     def __init__(self, command: list[str], seconds: float, env: dict[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
@@ -75,7 +75,7 @@ class Child:
         self._timer.start()
 
     def write(self, line: str) -> None:
-        """Hand the program a line. Raises as `read`."""
+        """Writes a line to the program. Raises like `read`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line + "\n")
@@ -84,9 +84,9 @@ class Child:
             self._has_ended()
 
     def read(self) -> Any:
-        """The next line of the program.
+        """Reads the next line of the program.
 
-        `EOFError` after a program that ended without an error, `RuntimeError` after one that failed or was out of time.
+        Raises `EOFError` if the program ended without an error, `RuntimeError` if it failed or exceeded its time limit.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -104,7 +104,7 @@ class Child:
         raise EOFError("the bench ended before it was asked to")
 
     def close(self) -> None:
-        """End the program, by ending its input. One that has ended already is no error."""
+        """Ends the program by closing its input. Does nothing if it has already ended."""
         self._timer.cancel()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -119,24 +119,24 @@ class Child:
 
 
 class Served:
-    """A Rust bench that measures a round when it is asked to."""
+    """A Rust bench that measures a round on request."""
 
     def __init__(self, program: Path, name: str, smoke: bool, seconds: float) -> None:
         self._child = Child([str(program), "--serve", name, *(["--smoke"] if smoke else [])], seconds)
         self.ready: dict[str, Any] = self._child.read()
 
     def ask(self, line: str) -> Any:
-        """The answer to one line of the protocol."""
+        """Sends one line of the protocol and returns the answer."""
         self._child.write(line)
         return self._child.read()
 
     def close(self) -> None:
-        """End the program."""
+        """Ends the program."""
         self._child.close()
 
 
 def rows_of(command: list[str], seconds: float, env: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows that a program prints, each as soon as it is printed."""
+    """Yields the rows that a program prints, each as soon as it is printed."""
     child = Child(command, seconds, env)
     try:
         while True:

@@ -1,8 +1,8 @@
-"""Measures one request through Python, of the size for which the HPS of HugeCTR published its times: 2,000 ids of 630k rows.
+"""Measures one request through Python, with the size used in the published times of HugeCTR's HPS: 2,000 ids of 630k rows.
 
     python benches/python/serving_python.py [NAME ...] [--smoke]
 
-A request pins a version, and looks up 2,000 ids that are drawn by a zipf law, on one thread, with all rows in memory. This prints
+A request pins a version, and looks up 2,000 ids drawn from a Zipf distribution, on one thread, with all rows in memory. This prints
 one row of results.json, the median time of a request. The 99th percentile is in its `run`.
 """
 
@@ -22,19 +22,19 @@ from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers,
 NAME = "serve_python_630k_rows_ms"
 DIM = 64
 IDS = 2000
-# The law of the ids of a request, as in the other benches of serving.
+# The Zipf exponent of the ids of a request, as in the other serving benches.
 EXPONENT = 1.05
 IMPORTED_AT_ONCE = 100_000
 
 
 def distinct(count: int) -> NDArray[np.int64]:
-    """So many ids of 63 bits, none twice."""
+    """Returns `count` distinct ids of 62 bits."""
     found = np.unique(np.random.default_rng(0).integers(0, 1 << 62, count + count // 8, dtype=np.int64))
     return found[:count]
 
 
 def save(path: Path, ids: NDArray[np.int64]) -> None:
-    """Save a table with these ids."""
+    """Saves a table with these ids."""
     tiers = TierBudgets(host_bytes=f"{len(ids) * 512 >> 20}MiB")
     table = EmbCacheEmbedding(name="item", embedding_dim=DIM, tiers=tiers, optimizer=optimizers.SGD(lr=0.1))
     rng = np.random.default_rng(1)
@@ -44,7 +44,7 @@ def save(path: Path, ids: NDArray[np.int64]) -> None:
 
 
 def requests(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The ids of so many requests: [count, IDS]."""
+    """Returns the ids of `count` requests: [count, IDS]."""
     rng = np.random.default_rng(2)
     weights = np.arange(1, len(ids) + 1, dtype=np.float64) ** -EXPONENT
     ranks = np.searchsorted(np.cumsum(weights) / weights.sum(), rng.random((count, IDS)))
@@ -52,7 +52,7 @@ def requests(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 
 def milliseconds(tables: serving.Tables, asked: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The time of each request."""
+    """Returns the time of each request."""
     times = np.empty(len(asked))
     for number, ids in enumerate(asked):
         begin = time.perf_counter()
@@ -64,7 +64,7 @@ def milliseconds(tables: serving.Tables, asked: NDArray[np.int64]) -> NDArray[np
 
 
 def main() -> int:
-    """Measure, and print the row."""
+    """Measures, and prints the row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of benches; there is one here, which is measured whatever they are")
     parser.add_argument("--smoke", action="store_true", help="a small table, one round: shows that it runs")

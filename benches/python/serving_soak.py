@@ -1,14 +1,14 @@
-"""Servers under load follow a trainer that saves deltas in which rows come, change and expire, and every row is checked.
+"""Servers under load follow a trainer that saves deltas in which rows are inserted, change and expire, and every row is checked.
 
     python benches/python/serving_soak.py [NAME ...] [--smoke] [--seconds 600] [--processes 4]
 
-One run goes without faults. In another one the trainer is killed amid saves and starts again, a delta is damaged, the trainer is
-silent until what is served is too old, and the disk is full. A third one measures what memory four servers take together.
+One run has no faults. In another run the trainer is killed during saves and restarted, a delta is corrupted, the trainer stops
+saving until the served version is too old, and the disk is full. A third run measures the total memory of four servers.
 
-It prints rows of results.json, and to the standard error a line for each window of time. What each server said of each window is in
-target/bench, as lines of JSON in serving_soak.jsonl and serving_soak_faults.jsonl, and plots are beside. The exit status is 1 where
-a row was wrong, a server answered from a checkpoint that was not published or is too old, or refused one without need, or its
-memory grew without end.
+It prints rows of results.json, and to standard error one line per time window. The reports of each server and window are in
+target/bench, as lines of JSON in serving_soak.jsonl and serving_soak_faults.jsonl, together with plots. The exit status is 1 if a
+row was wrong, if a server answered from a checkpoint that was not published or is too old, or rejected a valid one, or if its
+memory grew without bound.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from soak_published import Checkpoint, Published
 from soak_truth import Truth
 
 P99, WRONG, PSS = "serving_soak_p99_ms", "serving_soak_wrong_rows_with_faults", "serving_pss_of_four_over_one"
-# A checkpoint's tables are rewritten whole after so many deltas.
+# Number of deltas between full saves.
 FULL_EVERY = 20
 FOLDER = ROOT / "target" / "bench"
-# Saves that fail while the disk is full.
+# Number of saves that fail while the disk is full.
 FAILED_SAVES = 2
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much there is to do. A run has so many saves, besides those that faults make, and pauses between them."""
+    """The size of a run: the number of saves, in addition to those of faults, and the pauses between them."""
 
     saves: int
     save_seconds: float
@@ -51,14 +51,14 @@ class Scale:
     processes: int
     ids: int
     pss_rows: int
-    # How old a version may be, without faults and with them.
+    # Maximum age of a version, without faults and with them.
     max_staleness: float
     max_staleness_with_faults: float
     disk_mib: int
-    # What a server's own memory in the second half may be of that in the first half, and so many bytes more.
+    # A server's private memory in the second half may be at most this multiple of that in the first half, plus this many bytes.
     growth: float
     growth_bytes: int
-    # A program that hangs is ended, and so the soak.
+    # A program that hangs is killed after this time, which ends the soak.
     limit_seconds: float
 
 
@@ -86,14 +86,14 @@ SMOKE = Scale(
     max_staleness=20,
     max_staleness_with_faults=3,
     disk_mib=64,
-    growth=1.0,  # its halves are too short to be like each other
+    growth=1.0,  # its halves are too short to be comparable
     growth_bytes=32 << 20,
     limit_seconds=900,
 )
 
 
 class Soak:
-    """A trainer, servers, and what they said."""
+    """A trainer, servers, and their reports."""
 
     def __init__(self, path: Path, scale: Scale, max_staleness: float, log: Path) -> None:
         self.path, self.scale = path, scale
@@ -101,8 +101,8 @@ class Soak:
         self.windows: list[dict[str, Any]] = []
         self.marks: list[tuple[float, str]] = []
         self.saves = self.failed_saves = 0
-        self._step = 0  # of the trainer
-        self._commanded = 0.0  # when the save that is under way was
+        self._step = 0  # the trainer's step
+        self._commanded = 0.0  # start time of the running save
         self._started = time.time()
         self._log = log.open("w", encoding="utf-8")
         servers = [
@@ -125,11 +125,11 @@ class Soak:
 
     @property
     def now(self) -> float:
-        """Seconds since the soak began."""
+        """Seconds since the start of the soak."""
         return time.time() - self._started
 
     def mark(self, what: str) -> None:
-        """Note that something happened now."""
+        """Records an event at the current time."""
         self.marks.append((self.now, what))
         self._write({"at": self.now, "what": what}, f"{self.now:.1f} s: {what}")
 
@@ -141,14 +141,14 @@ class Soak:
     # ---- the trainer
 
     def latest(self) -> str | None:
-        """The name in LATEST."""
+        """Returns the name in LATEST."""
         try:
             return (self.path / "LATEST").read_text().split()[0]
         except FileNotFoundError:
             return None
 
     def restart_trainer(self) -> None:
-        """Start a trainer, from the newest checkpoint there is, and make ready the one after it. A save of the one before may have
+        """Starts a trainer from the latest checkpoint, and prepares its successor. A save of the previous trainer may have
         published a checkpoint without an answer.
         """
         latest = self.latest()
@@ -169,12 +169,12 @@ class Soak:
             published.damage(name)
 
     def command(self, kind: str) -> None:
-        """Tell the trainer to save, "save" or "full"."""
+        """Sends the trainer a save command, "save" or "full"."""
         self._commanded = time.time()
         self.trainer.write(kind)
 
     def answer(self) -> None:
-        """Note what the trainer says about the save that it was told."""
+        """Records the trainer's answer to the save command."""
         said = self.trainer.read()
         self.saves += 1
         self._step = said["step"]
@@ -191,14 +191,14 @@ class Soak:
             self.published.problems.append(f"LATEST names {latest}, and not {wanted}, after a save that said {said}")
 
     def save(self, kind: str) -> None:
-        """Let the trainer save, "save" or "full", and note what it says."""
+        """Commands a save, "save" or "full", and records the answer."""
         self.command(kind)
         self.answer()
 
     # ---- the servers
 
     def look(self) -> None:
-        """Ask each server what it saw."""
+        """Collects a report from each server."""
         for server in self.servers:
             server.write("report")
         seen = []
@@ -213,13 +213,13 @@ class Soak:
         print(f"{self.now:.1f} s: {said_of(seen)}", file=sys.stderr, flush=True)
 
     def look_now_and_then(self) -> None:
-        """Ask the servers where a window is over."""
+        """Collects the servers' reports if a window has ended."""
         if self.now - self._looked >= self.scale.window_seconds:
             self.look()
 
     def wait(self, until: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-        """Wait until this holds of what servers say of themselves now (see `soak_server.Now`), and return that. It ends, too,
-        when one has answered from what it may not. The trainer must not be saving.
+        """Waits until the condition holds for the current states of the servers (see `soak_server.Now`), and returns these. It also
+        ends when a server has given a wrong answer. The trainer must not be saving.
         """
         while True:
             self.look_now_and_then()
@@ -232,7 +232,7 @@ class Soak:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End all programs."""
+        """Ends all programs."""
         self._next_trainer.kill()
         for program in [*self.servers, self.trainer]:
             program.close()
@@ -240,7 +240,7 @@ class Soak:
 
 
 def said_of(windows: list[dict[str, Any]]) -> str:
-    """What servers saw in the same window, in a line."""
+    """Summarizes the servers' reports of one window in a line."""
     p99, p50 = (max(window[name] for window in windows) / 1e3 for name in ("p99", "p50"))
     requests, refused = (sum(window[name] for window in windows) for name in ("requests", "stale"))
     swaps, wrong = (sum(len(window[name]) for window in windows) for name in ("swapped", "wrong"))
@@ -252,14 +252,14 @@ def said_of(windows: list[dict[str, Any]]) -> str:
 
 
 def faults(soak: Soak, *, disk: bool) -> list[Callable[[], None]]:
-    """What goes wrong, in turn."""
+    """Returns the faults, in order."""
     first, second, third, last = (partial(soak_faults.kill, soak, place) for place in soak_faults.KILLS)
     full = [partial(soak_faults.fill, soak, FAILED_SAVES)] if disk else []
     return [first, second, partial(soak_faults.damage, soak), partial(soak_faults.silence, soak), *full, third, last]
 
 
 def run(path: Path, scale: Scale, log: Path, *, with_faults: bool, disk: bool = False) -> Soak:
-    """Save so many times. Faults come in turn, spread over the saves."""
+    """Runs the saves. Faults occur in order, distributed over the saves."""
     most = scale.max_staleness_with_faults if with_faults else scale.max_staleness
     with Soak(path, scale, most, log) as soak:
         trouble = faults(soak, disk=disk) if with_faults else []
@@ -280,7 +280,7 @@ def run(path: Path, scale: Scale, log: Path, *, with_faults: bool, disk: bool = 
 
 
 def found(soak: Soak) -> dict[str, Any]:
-    """The figures of a run."""
+    """Returns the figures of a run."""
     windows = soak.windows
     wrong = [text for window in windows for text in window["wrong"]]
     problems = [*soak.published.problems, *soak.published.check(windows), *grown(windows, soak.scale)]
@@ -304,8 +304,8 @@ def found(soak: Soak) -> dict[str, Any]:
 
 
 def own_by_half(windows: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
-    """The memory of its own that each server had in the first and in the second half of its windows: the median, because a look
-    that is under way takes some for a moment.
+    """Returns the private memory of each server in the first and in the second half of its windows: the median, because a running
+    poll uses some temporarily.
     """
     by_process: dict[int, list[int]] = {}
     for window in windows:
@@ -315,14 +315,14 @@ def own_by_half(windows: list[dict[str, Any]]) -> dict[int, tuple[float, float]]
 
 
 def grown(windows: list[dict[str, Any]], scale: Scale) -> Iterator[str]:
-    """The servers whose own memory grew more than it may."""
+    """Yields the servers whose private memory grew more than allowed."""
     for process, (first, second) in own_by_half(windows).items():
         if second > first * scale.growth + scale.growth_bytes:
             yield f"server {process} had {first:.0f} bytes of its own in the first half of the run, and {second:.0f} in the second"
 
 
 def is_right(figures: dict[str, Any]) -> bool:
-    """Whether servers answered, no row was wrong, and nothing else went against a promise."""
+    """True if servers answered, no row was wrong, and no other guarantee was violated."""
     return not figures["wrong"] and not figures["problems"] and figures["requests"] > 0
 
 
@@ -344,23 +344,23 @@ def fault_row(folder: Path, scale: Scale) -> Iterator[dict[str, Any]]:
 
 
 def log_of(name: str) -> Path:
-    """The file of what servers say in a run."""
+    """Returns the log file of the servers' reports of a run."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     return FOLDER / f"{name}.jsonl"
 
 
 def draw(soak: Soak, name: str) -> None:
-    """Draw the run."""
+    """Draws the run."""
     (FOLDER / name).write_text(soak_plot(soak.windows, soak.marks), encoding="utf-8")
 
 
 def pss_row(folder: Path, scale: Scale) -> Iterator[dict[str, Any]]:
-    """What the pages of four servers that have read every row come to, each shared page counted once, over those of one."""
+    """Yields the total memory of four servers that have read every row, each shared page counted once, divided by that of one."""
     path = folder / "shared"
     rows = scale.pss_rows
     start("soak_memory.py", path, rows, "--save", seconds=600).close()
     servers = [start("soak_memory.py", path, rows, seconds=600) for _ in range(4)]
-    for server in servers:  # all of them have read every row before one of them looks
+    for server in servers:  # every server has read all rows before any reports its memory
         server.write("read")
         server.read()
     said = []

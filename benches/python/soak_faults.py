@@ -1,4 +1,4 @@
-"""What goes wrong in the soak of serving on purpose: the trainer is killed or silent, a delta is damaged, and the disk is full."""
+"""Faults of the serving soak: the trainer is killed or stops saving, a delta is corrupted, and the disk is full."""
 
 import contextlib
 import json
@@ -21,8 +21,8 @@ from soak_truth import CLOCK
 __all__ = ["KILLS", "Program", "Soak", "damage", "fill", "kill", "silence", "small_disk", "start"]
 
 HERE = Path(__file__).resolve().parent
-# How far the directory of a new checkpoint has come: it is there; it has the first file of a table; a rank's manifest, after the
-# last file of rows; and the manifest of all, after which only `LATEST` is missing.
+# Progress of a new checkpoint's directory: it exists; it has the first file of a table; it has a rank's manifest, written after the
+# last file of rows; it has the manifest of all ranks, after which only `LATEST` is missing.
 PLACES = ("its directory", "a file of a table", "the rank's manifest", "the manifest")
 PATTERNS = dict(zip(PLACES, ("", "*+*/*", "0-of-1.json", "manifest.json"), strict=True))
 AFTER = "LATEST"
@@ -30,7 +30,7 @@ KILLS = (PLACES[0], PLACES[2], PLACES[3], AFTER)
 
 
 class Soak(Protocol):
-    """What a fault needs of the soak."""
+    """The interface of the soak that faults use."""
 
     path: Path
     published: Published
@@ -39,60 +39,60 @@ class Soak(Protocol):
     failed_saves: int
 
     def command(self, kind: str) -> None:
-        """Tell the trainer to save, "save" or "full"."""
+        """Sends the trainer a save command, "save" or "full"."""
 
     def answer(self) -> None:
-        """Note what the trainer says about the save that it was told."""
+        """Records the trainer's answer to the save command."""
 
     def restart_trainer(self) -> None:
-        """Start a trainer, from the newest checkpoint there is."""
+        """Starts a trainer from the latest checkpoint."""
 
     def latest(self) -> str | None:
-        """The name in LATEST."""
+        """Returns the name in LATEST."""
 
     def mark(self, what: str) -> None:
-        """Note that something happened now."""
+        """Records an event at the current time."""
 
     def wait(self, until: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-        """Wait until this holds of what servers say of themselves now (see `soak_server.Now`), and return that. It ends, too,
-        when one has answered from what it may not.
+        """Waits until the condition holds for the current states of the servers (see `soak_server.Now`), and returns these. It also
+        ends when a server has given a wrong answer.
         """
 
 
 class Program(Child):
-    """A program of the soak, which can be stopped for a while and killed."""
+    """A program of the soak, which can be suspended and killed."""
 
     def __init__(self, script: str, *arguments: object, seconds: float) -> None:
         command = [sys.executable, str(HERE / script), *(str(argument) for argument in arguments)]
         super().__init__(command, seconds)
 
     def ask(self, line: str) -> Any:
-        """The answer to a line."""
+        """Sends a line and returns the answer."""
         self.write(line)
         return self.read()
 
     def has_said(self) -> bool:
-        """Whether `read` would not wait."""
+        """True if `read` would not wait."""
         assert self._process.stdout is not None
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def stop(self) -> None:
-        """Stop it, and wait until all its threads have stopped."""
+        """Suspends it, and waits until all its threads are stopped."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
-        """Let it run again."""
+        """Resumes it."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """Kills it immediately."""
         self._process.kill()
         self.close()
 
 
 def start(script: str, *arguments: object, seconds: float) -> Program:
-    """Start a program of the soak, and wait for its first line."""
+    """Starts a program of the soak, and waits for its first line."""
     program = Program(script, *arguments, seconds=seconds)
     program.read()
     return program
@@ -102,9 +102,10 @@ def start(script: str, *arguments: object, seconds: float) -> Program:
 
 
 def kill(soak: Soak, place: str) -> None:
-    """Kill the trainer in a save that has come to a place of `PLACES`, or, for `AFTER`, of which nobody has heard. Start it again.
+    """Kills the trainer during a save that has reached a point of `PLACES`, or, for `AFTER`, that no process has reported, and
+    restarts it.
 
-    A save may be over before it can be stopped. Then the next one is tried, at an earlier place.
+    A save may finish before it can be stopped. In that case the next save is tried, at an earlier point.
     """
     places = [AFTER] if place == AFTER else list(PLACES[: PLACES.index(place) + 1])
     while not stop_at(soak, places[-1]):
@@ -116,7 +117,7 @@ def kill(soak: Soak, place: str) -> None:
 
 
 def stop_at(soak: Soak, place: str) -> bool:
-    """Tell the trainer to save, and stop it when it has come to a place. `False` where it has gone on from there: then it runs."""
+    """Commands a save, and suspends the trainer at a point. Returns False if the save passed that point; the trainer then runs."""
     before = soak.latest()
     known = set(soak.path.iterdir())
     soak.command("save")
@@ -135,12 +136,12 @@ def stop_at(soak: Soak, place: str) -> bool:
     return False
 
 
-# ---- damage
+# ---- corruption
 
 
 def damage(soak: Soak) -> None:
-    """Let the trainer save a delta, and change a bit of a weight that every request reads, before a server sees it. Deltas build on
-    it until a full save. No server may serve any of them, and each must have seen that it cannot.
+    """Commands a delta, and flips a bit of a weight that every request reads, before a server loads it. Later deltas are based on
+    it until a full save. No server may serve any of them, and each must have detected that it cannot.
     """
     for server in soak.servers:
         server.stop()
@@ -166,14 +167,14 @@ def damage(soak: Soak) -> None:
 
 
 def wait_for_failed_polls(soak: Soak) -> None:
-    """Wait until a look of each server, which began after this call, has failed."""
-    # The first one that ends may have begun before.
+    """Waits until a poll of each server that started after this call has failed."""
+    # The first poll to finish may have started before.
     enough = [server.ask("now")["failed_polls"] + 2 for server in soak.servers]
     soak.wait(lambda all_now: all(now["failed_polls"] >= count for now, count in zip(all_now, enough, strict=True)))
 
 
 def change_weight(checkpoint: Path, row_id: int) -> None:
-    """Change the lowest bit of the last weight of the row of an id, in one table. `AssertionError` where no file has that row."""
+    """Flips the lowest bit of the last weight of an id's row, in one table. Raises `AssertionError` if no file has that row."""
     for path in sorted(checkpoint.glob("item*/*.safetensors")):
         if (place := place_of_weight(path, row_id)) is not None:
             with path.open("r+b") as file:
@@ -186,7 +187,7 @@ def change_weight(checkpoint: Path, row_id: int) -> None:
 
 
 def place_of_weight(path: Path, row_id: int) -> int | None:
-    """Where in a file of rows the last weight of the row of an id begins, or None where the row is not in it."""
+    """Returns the offset of the last weight of an id's row in a file, or None if the file does not contain the row."""
     raw = path.read_bytes()
     begin = 8 + int.from_bytes(raw[:8], "little")
     columns = json.loads(raw[8:begin])
@@ -202,8 +203,8 @@ def place_of_weight(path: Path, row_id: int) -> int | None:
 
 
 def silence(soak: Soak) -> None:
-    """Let the trainer be silent until every server refuses, and what was published last is surely too old. Then each must answer
-    again from what is saved next.
+    """Pauses saving until every server raises and the last published checkpoint is too old. Each must then answer again from the
+    next save.
     """
     newest = soak.published.newest
     soak.mark("silent")
@@ -213,7 +214,7 @@ def silence(soak: Soak) -> None:
     def all_answer(all_now: list[dict[str, Any]]) -> bool:
         return all(now["answered"][0] == soak.published.newest.name for now in all_now)
 
-    # Servers that get too little of the machine may find what was saved too old again. Then the trainer saves again.
+    # Servers that get too little CPU time may find the new checkpoint too old again. In that case the trainer saves again.
     while True:
         soak.command("save")
         soak.answer()
@@ -224,12 +225,12 @@ def silence(soak: Soak) -> None:
 
 
 def fill(soak: Soak, saves: int) -> None:
-    """Fill the disk, and let the trainer save until so many saves have failed."""
+    """Fills the disk, and commands saves until `saves` of them have failed."""
     ballast = soak.path.parent / "ballast"
     before = soak.failed_saves
     try:
         while soak.failed_saves < before + saves:
-            # Servers that let a version go give bytes back.
+            # Servers that unpin a version free disk space.
             with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(1 << 20))
@@ -242,7 +243,7 @@ def fill(soak: Soak, saves: int) -> None:
 
 @contextlib.contextmanager
 def small_disk(mib: int) -> Iterator[Path | None]:
-    """A small file system in memory, or None where none may be mounted."""
+    """Mounts a small file system in memory; yields None if mounting is not permitted."""
     with tempfile.TemporaryDirectory() as place:
         options = f"size={mib}m,mode=700"
         made = subprocess.run(

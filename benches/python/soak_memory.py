@@ -1,10 +1,10 @@
-"""A server of which the memory is measured: what it takes more than before it opened a checkpoint.
+"""A server whose memory is measured: the increase since before it opened a checkpoint.
 
     python benches/python/soak_memory.py CHECKPOINTS ROWS [--save]
 
-With `--save` it saves the checkpoint, makes its index, and ends. Else it answers each line: `read` reads every row, and `memory`
-says the bytes of the checkpoint's files that it has in memory and of its own memory since it opened them ("own"): "rss", and "pss",
-in which each shared page is divided by the processes that have it.
+With `--save` it saves the checkpoint, builds its index, and exits. Otherwise it answers each line: `read` reads every row, and
+`memory` returns the bytes in memory of the checkpoint's files and of its private memory since it opened them ("own"): "rss", and
+"pss", in which each shared page is divided by the number of processes that share it.
 """
 
 import argparse
@@ -35,17 +35,17 @@ def save(path: Path, rows: int) -> None:
 
 
 def anonymous() -> int:
-    """Bytes of this process's own memory."""
+    """Returns the bytes of this process's private memory."""
     rollup = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return int(rollup["Anonymous"].split()[0]) << 10
 
 
 def mapped(path: Path) -> dict[str, int]:
-    """RSS and PSS in bytes of the files below a path that are mapped."""
+    """Returns RSS and PSS in bytes of the mapped files below a path."""
     found, counts = {"rss": 0, "pss": 0}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
-        if not name.endswith(":"):  # the head of a mapping, whose last part is its file
+        if not name.endswith(":"):  # the header of a mapping, which ends with its file
             counts = bool(values) and values[-1].startswith(str(path))
         elif counts and name in ("Rss:", "Pss:"):
             found[name[:-1].lower()] += int(values[0]) << 10
@@ -64,7 +64,7 @@ def main() -> None:
         save(given.path, given.rows)
         print(json.dumps({}), flush=True)
         return
-    # Whatever the first lookups of a process take is there before.
+    # Allocates the memory of a process's first lookups before the measurement.
     torch.zeros(AT_ONCE, DIM).sum()
     before = anonymous()
     with serving.open(given.path) as tables:

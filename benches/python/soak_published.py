@@ -1,7 +1,7 @@
-"""What the trainer of the soak of serving published, and what servers may therefore answer from.
+"""The checkpoints published by the trainer of the serving soak, and the resulting constraints on the servers' answers.
 
-Its times are of the wall clock, in seconds since 1970, as publication is. The parent does not know the moment of a publication, but
-that it lies between the command to save and the answer.
+Times are wall-clock times in seconds since 1970, like the publication time. The parent process does not know the exact publication
+time, only that it is between the save command and the answer.
 """
 
 import time
@@ -11,13 +11,13 @@ from typing import Any
 
 __all__ = ["Checkpoint", "Published"]
 
-# Of the clock by which a file system marks when a file was written: it ticks so often at least.
+# Maximum tick interval of the clock of file timestamps.
 TICK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was published, the step at which it was saved, and when that began and was over."""
+    """A published checkpoint, the step at which it was saved, and the start and end times of the save."""
 
     name: str
     step: int
@@ -27,12 +27,12 @@ class Checkpoint:
 
 @dataclass
 class Published:
-    """The published checkpoints, and those of them that are damaged."""
+    """The published checkpoints, and the corrupted ones among them."""
 
     max_staleness: float
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
-    # What went against a promise, apart from rows.
+    # Violated guarantees, except for wrong rows.
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -41,23 +41,23 @@ class Published:
         return next(reversed(self.checkpoints.values()))
 
     def add(self, checkpoint: Checkpoint) -> None:
-        """It was published. Call `damage` too where it builds on a damaged one."""
+        """Records a publication. Call `damage` too if it is based on a corrupted checkpoint."""
         self.checkpoints[checkpoint.name] = checkpoint
 
     def damage(self, name: str) -> None:
-        """Servers may not answer from it: it is damaged, or builds on a damaged one."""
+        """Records that servers may not answer from a checkpoint: it is corrupted, or based on a corrupted one."""
         self.damaged.add(name)
 
     def may_answer(self, name: str, step: int) -> bool:
-        """Whether a server may answer from this checkpoint, and its rows are those of this step."""
+        """True if a server may answer from this checkpoint, and its rows belong to this step."""
         return name in self.checkpoints and name not in self.damaged and self.checkpoints[name].step == step
 
     def is_too_old(self, checkpoint: Checkpoint) -> bool:
-        """Whether no server may answer from it any more, whenever between the command and the answer it was published."""
+        """True if no server may answer from it, for any publication time between the command and the answer."""
         return time.time() - checkpoint.over > self.max_staleness + TICK_SECONDS
 
     def is_wrong_answer(self, name: str, step: int, moment: float) -> bool:
-        """Whether a server may not have answered from this checkpoint then. A name "" is of no answer."""
+        """True if a server must not have answered from this checkpoint at that time. A name "" means no answer."""
         if not name:
             return False
         return (
@@ -65,14 +65,14 @@ class Published:
         )
 
     def check_restart(self, name: str | None, step: int) -> None:
-        """Check what a trainer that starts has loaded: the newest one, with the rows of its step."""
+        """Checks that a starting trainer has loaded the latest checkpoint, with the rows of its step."""
         newest = self.newest if self.checkpoints else None
         if (name, step) != (newest and newest.name, newest.step if newest else 0):
             self.problems.append(f"a trainer started from {name}, step {step}, and {newest} was published last")
 
     def check(self, windows: list[dict[str, Any]]) -> Iterator[str]:
-        """What servers did that they may not do: answer from what is not published, or is damaged, or is too old; or refuse what is
-        young enough.
+        """Yields the violations of servers: answers from an unpublished, corrupted or too old checkpoint, and rejections of a
+        checkpoint that is recent enough.
         """
         for window in windows:
             who = f"server {window['process']}"

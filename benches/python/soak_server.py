@@ -1,10 +1,10 @@
-"""A serving process of the soak. It answers requests until its input ends, and holds every row against the truth.
+"""A serving process of the soak. It answers requests until its input ends, and verifies every row against the expected values.
 
     python benches/python/soak_server.py CHECKPOINTS IDS --seed 1
 
-Each line that it is given is answered with a line of JSON. At `begin` it opens the checkpoints. `report` is about the time since
-the last report, see `Report`, and `now` about this moment, see `Now`. A request looks up the same ids in both tables of one
-version. Moments are in seconds since 1970.
+Each input line is answered with a line of JSON. `begin` opens the checkpoints. `report` covers the time since the last report, see
+`Report`, and `now` returns the current state, see `Now`. A request looks up the same ids in both tables of one version. Times are
+in seconds since 1970.
 """
 
 import argparse
@@ -31,35 +31,35 @@ POLL_SECONDS = 0.1
 
 @dataclass
 class Report:
-    """What a process saw since its last report. Times are in microseconds, memory in bytes."""
+    """Measurements of a process since its last report. Times are in microseconds, memory in bytes."""
 
     requests: int = 0
     wrong: list[str] = field(default_factory=list)
-    stale: int = 0  # requests that were refused because no checkpoint came for too long
-    # Of each checkpoint from which it answered: the name, the step that its rows say, and the first and the last moment.
+    stale: int = 0  # requests rejected because the checkpoint was too old
+    # For each checkpoint that it answered from: the name, the step in its rows, and the first and last times.
     served: list[tuple[str, int, float, float]] = field(default_factory=list)
-    # Of each checkpoint that it refused as too old: the name, and the first moment.
+    # For each checkpoint that it rejected as too old: the name, and the first time.
     refused: list[tuple[str, float]] = field(default_factory=list)
-    # When an answer was the first one from another checkpoint than the answer before.
+    # Times at which an answer was the first from another checkpoint than the previous answer.
     swapped: list[float] = field(default_factory=list)
     p50: float = 0.0
     p99: float = 0.0
     version: str = ""
-    staleness: float = 0.0  # the most, in seconds
+    staleness: float = 0.0  # the maximum, in seconds
     failed_polls: int = 0
     last_error: str | None = None
     private_bytes: int = 0
     versions: int = 0
     pss: int = 0
     anonymous: int = 0
-    own: int = 0  # anonymous memory that it took since it opened the checkpoints
+    own: int = 0  # anonymous memory allocated since it opened the checkpoints
     mappings: int = 0
     files: int = 0
 
 
 @dataclass
 class Now:
-    """What a process serves at this moment, and how its last requests went."""
+    """The served version of a process, and the results of its last requests."""
 
     version: str = ""
     failed_polls: int = 0
@@ -67,12 +67,12 @@ class Now:
         "",
         0,
         0.0,
-    )  # the checkpoint of the last answer, its step, and the moment before
-    is_refusing: bool = False  # whether the last request was refused
+    )  # the checkpoint of the last answer, its step, and the time before the request
+    is_refusing: bool = False  # true if the last request was rejected
 
 
 def memory() -> dict[str, int]:
-    """Memory of this process in bytes, and how many files it has open and mappings it has."""
+    """Returns the memory of this process in bytes, and its numbers of open files and mappings."""
     rollup = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     kib = {what: int(rollup[name].split()[0]) << 10 for what, name in (("pss", "Pss"), ("anonymous", "Anonymous"))}
     mappings = Path("/proc/self/maps").read_text().count("\n")
@@ -80,7 +80,7 @@ def memory() -> dict[str, int]:
 
 
 class Server:
-    """Looks rows up, and compares them."""
+    """Looks up rows, and verifies them."""
 
     def __init__(self, tables: serving.Tables, truth: Truth, seed: int, begun_with: int = 0) -> None:
         self._tables, self._truth, self._random = tables, truth, np.random.default_rng(seed)
@@ -90,7 +90,7 @@ class Server:
         self._begun_with = begun_with
 
     def request(self) -> None:
-        """One request: the clock and random ids, in both tables of one version."""
+        """Runs one request: the clock and random ids, in both tables of one version."""
         ids = self._random.integers(1, self._truth.ids + 1, REQUEST_IDS)
         ids[0] = CLOCK
         moment, begin = time.time(), time.perf_counter()
@@ -137,7 +137,7 @@ class Server:
             self._report.wrong.append(f"{what} at step {step}, id {ids[place]}: {seen} instead of {want}")
 
     def report(self) -> Report:
-        """What was seen since the last report."""
+        """Returns the measurements since the last report."""
         report, stats = self._report, self._tables.stats()
         if self._times:
             report.p50, report.p99 = (float(at) for at in np.quantile(self._times, [0.5, 0.99]) * 1e6)
@@ -151,7 +151,7 @@ class Server:
         return report
 
     def now(self) -> Now:
-        """What it serves, and how its last requests went."""
+        """Returns the served version, and the results of the last requests."""
         stats = self._tables.stats()
         return dataclasses.replace(self._now, version=stats.version, failed_polls=stats.failed_polls)
 

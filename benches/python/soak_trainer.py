@@ -1,9 +1,9 @@
-"""The trainer of the soak of serving. It reads commands and answers each with a line of JSON.
+"""The trainer of the serving soak. It reads commands and answers each with a line of JSON.
 
     python benches/python/soak_trainer.py CHECKPOINTS IDS
 
-At `begin` it loads the newest checkpoint there is, and answers with its name, or null, and its step. `save` trains some steps and
-saves what changed, `full` saves all. The answer is {"checkpoint", "kind", "step"}, or {"failed", "step"} with the error.
+`begin` loads the latest checkpoint, and returns its name, or null, and its step. `save` trains some steps and saves the changes,
+`full` saves all rows. The answer is {"checkpoint", "kind", "step"}, or {"failed", "step"} with the error.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from torchrec_embcache.exceptions import EmbCacheError
 
 TABLES = ("user", "item")
 DIM = 32
-# Checkpoints that a save leaves there, besides those that they build on.
+# Checkpoints that a save keeps, in addition to their base checkpoints.
 KEEP = 2
 
 
 class Trainer:
-    """Two tables whose rows are what the truth says."""
+    """Two tables whose rows have the values of `Truth`."""
 
     def __init__(self, path: Path, truth: Truth) -> None:
         self.path, self.truth, self.step = path, truth, 0
@@ -37,13 +37,13 @@ class Trainer:
             self.step = int(self.table("user").read_rows([CLOCK]).weights[0, 0])
 
     def table(self, name: str) -> EmbCacheEmbedding:
-        """The table of this name."""
+        """Returns the table of this name."""
         table = self.model[name]
         assert isinstance(table, EmbCacheEmbedding)
         return table
 
     def train(self) -> None:
-        """Train the steps until the next save."""
+        """Trains the steps until the next save."""
         for _ in range(self.truth.save_every):
             ids = torch.from_numpy(self.truth.touched(self.step + 1))
             for name in TABLES:
@@ -52,7 +52,7 @@ class Trainer:
             self.step += 1
 
     def save(self, *, full: bool) -> dict[str, object]:
-        """Train, and save. A rule of eviction takes rows before the save writes."""
+        """Trains, and saves. An eviction rule expires rows before the save writes."""
         self.train()
         try:
             report = self._saver.save(self.model, self.path, incremental=not full, keep=KEEP)

@@ -1,9 +1,9 @@
-"""What the rows of the soak of serving must be at each checkpoint, as a pure function of the training step.
+"""The expected rows of the serving soak at each checkpoint, as a pure function of the training step.
 
-A training step adds 1 to each column of every row that it touches. So a row's columns are all the number of touches since its
-birth, which float32 holds exactly, and a row that is half written, or of another checkpoint, shows. Each id is touched for a while,
-then not for so long that a rule of eviction takes its row, and then again, from 0 on. Id 0 is touched by every step: its row says
-the step.
+A training step adds 1 to each column of every row that it touches. All columns of a row are therefore the number of touches since
+it was inserted, which float32 represents exactly, so a partially written row or a row of another checkpoint is detectable. Each id
+is touched for a while, then not touched for long enough that an eviction rule expires its row, and then touched again, from 0 on.
+Id 0 is touched by every step: the values of its row are the step.
 
 Shapes: N ids.
 """
@@ -23,9 +23,9 @@ CLOCK = 0
 
 @dataclass(frozen=True)
 class Truth:
-    """The rows of a table of the ids 1 to `ids`, and of `CLOCK`. All numbers but `ids` are of training steps.
+    """The rows of a table with the ids 1 to `ids`, and `CLOCK`. All fields but `ids` are numbers of training steps.
 
-    In each `cycle` an id is touched every `every` steps during the first `active` ones. A save comes after every `save_every`.
+    In each `cycle` an id is touched every `every` steps during the first `active` steps. A save follows every `save_every` steps.
     """
 
     ids: int
@@ -36,23 +36,23 @@ class Truth:
     ttl: int = 20
 
     def __post_init__(self) -> None:
-        # A row leaves before its id is touched again, even where some saves fail.
+        # A row expires before its id is touched again, even if some saves fail.
         assert self.cycle - self.active > self.ttl + self.every + 8 * self.save_every
 
     def _place_in_cycle(self, ids: Ids, step: int) -> Ids:
         return (step + ids * 7919) % self.cycle
 
     def touched(self, step: int) -> Ids:
-        """The ids that a step touches: int64 [N]."""
+        """Returns the ids that a step touches: int64 [N]."""
         ids = np.arange(1, self.ids + 1, dtype=np.int64)
         is_touched = (self._place_in_cycle(ids, step) < self.active) & ((ids + step) % self.every == 0)
         return np.concatenate([np.array([CLOCK], dtype=np.int64), ids[is_touched]])
 
     def rows(self, ids: Ids, step: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """What each column of the row of each id is at the checkpoint that was saved after `step`, 0 for an id without a row, and
-        which have one: float32 [N], bool [N].
+        """Returns the value of each column of each id's row at the checkpoint saved after `step`, 0 for an id without a row, and
+        True for each id that has a row: float32 [N], bool [N].
         """
-        begin = step - self._place_in_cycle(ids, step)  # of the cycle
+        begin = step - self._place_in_cycle(ids, step)  # start of the cycle
         first = np.maximum(begin, 1)
         last = np.minimum(step, begin + self.active - 1)
         last_touch = last - (last + ids) % self.every

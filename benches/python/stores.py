@@ -1,8 +1,7 @@
-"""Other stores beside the benches of the SSD tier and of serving. Each runs in a process of its own, is loaded with the same rows,
-and is asked for rounds in turn.
+"""Other stores that are measured in the benches of the SSD tier and of serving. Each runs in a separate process, is loaded with the
+same rows, and runs rounds alternately.
 
-The program is `benches/rivals`. Its libraries are where `make rivals` has put them. A store without its library is reported as
-missing.
+The program is `benches/rivals`. Its libraries are installed by `make rivals`. A store without its library is reported as missing.
 """
 
 import json
@@ -18,8 +17,8 @@ from served import ROOT, Child, built
 __all__ = ["STORES", "Store"]
 
 LIBRARIES = ROOT / "target" / "rivals" / "lib"
-# For each bench the stores beside which it is measured, and after how many rounds of ours each store has one. Of fetches a round is
-# one batch, so that both sides run at nearly the same time. Rewriting goes by time. Of look-ups a round is all batches.
+# For each bench its stores, and the number of our rounds per round of each store. For fetches a round is one batch, so that both
+# sides run at nearly the same time. For rewrites a round has a fixed time. For lookups a round is all batches.
 STORES: dict[str, dict[str, int]] = {
     "ssd_fetch_uniform": {"rocksdb": 1, "lmdb": 4, "mmap": 4},
     "ssd_fetch_sessions": {"rocksdb": 1},
@@ -46,22 +45,22 @@ class Store:
                 request |= {"ids": file.name, "batch": ids.shape[1]}
             self._child.write(json.dumps(request))
             ready = self._child.read()
-        # The reason why the store is missing, if it is.
+        # The reason if the store is missing.
         self.missing: str | None = ready.get("missing")
         self.what: str = ready.get("what", store)
         self.rounds: list[dict[str, float]] = []
 
     def run(self) -> None:
-        """Measure one round, the first time and then every few times: value (rows a second) and cpu_us_per_row."""
+        """Measures a round on the first call and then on every `every`-th call: value (rows per second) and cpu_us_per_row."""
         if self._asked % self._every == 0:
             self._child.write("run")
             self.rounds.append(self._child.read())
         self._asked += 1
 
     def row(self) -> dict[str, Any]:
-        """The rival of a row of results.json: the medians of the rounds."""
+        """Returns the rival entry of a row of results.json: the medians of the rounds."""
         return {"what": self.what} | {key: statistics.median(r[key] for r in self.rounds) for key in self.rounds[0]}
 
     def close(self) -> None:
-        """End the program, which removes the store."""
+        """Ends the program, which removes the store."""
         self._child.close()

@@ -1,8 +1,8 @@
 """Trains a table of 100M rows, larger than the RAM of many machines, from its first row on within 4 GiB of resident memory.
 
-Every row is born in a training step: there are batches of new ids until the table has 1M, 10M and 100M rows. At each size the table
-is trained on batches that are drawn by Zipf's law over all rows so far. This prints rows of results.json: the peak of resident
-bytes of this process, which loads torch and does nothing else, and the rate of training at each size.
+Every row is inserted by a training step: batches of new ids are trained until the table has 1M, 10M and 100M rows. At each size the
+table is trained on batches that are drawn by Zipf's law over all existing rows. This prints rows of results.json: the peak resident
+bytes of this process, including torch, and the training rate at each size.
 
     python benches/python/train_100m.py [NAME ...] [--smoke]
 
@@ -33,17 +33,15 @@ DIM = 64
 BAGS = 8192  # B
 BAG = 20  # L
 ROUNDS = 5
-STEPS = 20  # of a round
+STEPS = 20  # per round
 THREADS = 2
-# With this budget, torch itself, the write buffers and the batches in flight stay below 4 GiB together.
+# With this budget, the total of torch, the write buffers and the batches in flight stays below 4 GiB.
 HOST_BYTES = 5 << 29
 BYTES_A_ROW = 368  # a record and its entry in a footer, at most 323, and headroom
 
 
 def scattered(ranks: NDArray[np.int64]) -> torch.Tensor:
-    """An id for each rank. It is the finaliser of SplitMix64, so neither neighbouring ids nor low bits say anything about the
-    rank.
-    """
+    """Returns an id for each rank, by the finalizer of SplitMix64, so neither neighboring ids nor low bits depend on the rank."""
     x = ranks.astype(np.uint64) ^ np.uint64(0x5851F42D4C957F2D)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -51,7 +49,7 @@ def scattered(ranks: NDArray[np.int64]) -> torch.Tensor:
 
 
 def zipf_ranks(random: np.random.Generator, count: int, rows: int) -> NDArray[np.int64]:
-    """Draw `count` ranks below `rows`, rank r in proportion to (r + 1)^-1.05. Ranks past `rows` are drawn again."""
+    """Draws `count` ranks below `rows`, rank r in proportion to (r + 1)^-1.05. Ranks past `rows` are drawn again."""
     parts: list[NDArray[np.int64]] = []
     while (missing := count - sum(map(len, parts))) > 0:
         drawn = random.zipf(1.05, 2 * missing + 64)
@@ -60,13 +58,13 @@ def zipf_ranks(random: np.random.Generator, count: int, rows: int) -> NDArray[np
 
 
 def resident() -> dict[str, int]:
-    """VmRSS (now) and VmHWM (the peak), in bytes."""
+    """Returns VmRSS (current) and VmHWM (the peak), in bytes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {name: int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM")}
 
 
 def train(table: EmbCacheEmbeddingBag, batches: Iterator[torch.Tensor]) -> int:
-    """Train on each batch while the next one is fetched. Returns the number of ids."""
+    """Trains on each batch while the next one is fetched. Returns the number of ids."""
     count = 0
     waiting = next(batches, None)
     if waiting is not None:
@@ -82,13 +80,13 @@ def train(table: EmbCacheEmbeddingBag, batches: Iterator[torch.Tensor]) -> int:
 
 
 def born(begin: int, end: int, bags: int) -> Iterator[torch.Tensor]:
-    """Batches of the ids of ranks begin..end, each id once."""
+    """Yields batches of the ids of ranks begin..end, each id once."""
     for first in range(begin, end, bags * BAG):
         yield scattered(np.arange(first, min(end, first + bags * BAG), dtype=np.int64))
 
 
 def measure(rows: int, bags: int, steps: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of results.json, with the peak last."""
+    """Yields the rows of results.json, with the peak last."""
     torch.set_num_threads(THREADS)
     ssd_bytes = rows * BYTES_A_ROW + (512 << 20)
     table = EmbCacheEmbeddingBag(
@@ -111,7 +109,7 @@ def measure(rows: int, bags: int, steps: int, folder: Path) -> Iterator[dict[str
         birth_rates.append((size - before) / (time.perf_counter() - begin))
         print(f"{size} rows: {birth_rates[-1]:.0f} born/s, {resident()}", file=sys.stderr, flush=True)
         rates = []
-        for _ in range(1 + (ROUNDS if steps > 1 else 1)):  # the first is not counted: its rows come from the births
+        for _ in range(1 + (ROUNDS if steps > 1 else 1)):  # the first is not counted: it reads recently inserted rows
             batches = [scattered(zipf_ranks(random, bags * BAG, size)) for _ in range(steps)]
             begin = time.perf_counter()
             rates.append(train(table, iter(batches)) / (time.perf_counter() - begin))

@@ -1,8 +1,7 @@
 """A multi-level (device, host RAM, SSD) embedding cache for PyTorch and TorchRec.
 
-Importing the package imports torch and numpy only. The names that need TorchRec, or torch's DCP, are
-imported on first use. Without TorchRec `__all__` leaves out the names that need it, so that
-`from torchrec_embcache import *` works there too.
+Importing the package imports only torch and numpy. Names that need TorchRec or torch.distributed.checkpoint (DCP) are imported on
+first use. Without TorchRec, `__all__` omits the names that need it, so that `from torchrec_embcache import *` works.
 """
 
 from importlib import import_module
@@ -81,7 +80,7 @@ __all__ = [
     "set_time",
 ]
 
-# Public names by the module that has them. They are imported on first use, because they need TorchRec, DCP or torch.distributed.
+# Maps public names to their modules, which are imported on first use because they need TorchRec, DCP or torch.distributed.
 _LAZY: dict[str, str] = {
     "EmbCacheEmbeddingBagCollection": "modules",
     "EmbCacheEmbeddingBagCollectionSharder": "sharded",
@@ -98,7 +97,7 @@ _LAZY: dict[str, str] = {
 }
 _NEED_TORCHREC = {"modules", "sharded", "train_pipeline"}
 
-# `from torchrec_embcache import *` asks for every name of `__all__`.
+# `from torchrec_embcache import *` gets every name in `__all__`.
 if not all(map(find_spec, ("torchrec", "fbgemm_gpu"))):
     __all__ = [name for name in __all__ if _LAZY.get(name) not in _NEED_TORCHREC]
 

@@ -1,4 +1,4 @@
-"""`python -m torchrec_embcache` is `embcache`."""
+"""Runs `embcache` as `python -m torchrec_embcache`."""
 
 import sys
 

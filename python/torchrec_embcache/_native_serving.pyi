@@ -1,4 +1,4 @@
-"""The part of `_native` that serves checkpoints (`rust/core/src/serve`). There is no module of this name at run time.
+"""The part of `_native` that serves checkpoints (`rust/core/src/serve`). This module does not exist at run time.
 
 Shapes: N ids, B bags, D a table's width.
 """
@@ -12,37 +12,37 @@ from ._native import F32, I64, CheckpointDirectory
 
 @final
 class TableServer:
-    """A directory of checkpoints that is served. Every method may be called by any thread."""
+    """Serves a directory of checkpoints. Every method is thread-safe."""
 
     def __new__(
         cls,
         directory: CheckpointDirectory,
         *,
-        at: str | None = None,  # the name of a checkpoint or the digits of its number; None: the newest
-        host_bytes: int | None = None,  # what this process may keep of its own
+        at: str | None = None,  # the name of a checkpoint or the digits of its number; None: the latest
+        host_bytes: int | None = None,  # memory limit of this process, without shared files
         max_staleness_seconds: float | None = None,
         raise_when_stale: bool = False,
-        missing: Literal["zeros", "initial", "oov", "value"] | None = None,  # None: what the manifest says
-        missing_value: float = 0.0,  # what "value" reads
-        source: CheckpointDirectory | None = None,  # the trainer's, where it is another one
-        preload: bool = False,  # whether the weights of all rows are read into memory before they are served
-        verify: bool = False,  # whether all rows are held against their checksums before they are served
+        missing: Literal["zeros", "initial", "oov", "value"] | None = None,  # None: the value in the manifest
+        missing_value: float = 0.0,  # the value of "value"
+        source: CheckpointDirectory | None = None,  # the trainer's directory, if it is another one
+        preload: bool = False,  # True: loads the weights of all rows into memory before serving
+        verify: bool = False,  # True: verifies all rows against their checksums before serving
     ) -> TableServer: ...
     def pin(self) -> ServedVersion: ...  # StaleError
-    def poll(self) -> str | None: ...  # the name of the version that is served from now on, where it is a newer one
-    def rollback(self) -> str: ...  # the name of the version that is served from now on; StateError where none was kept
-    def follow(self, every_seconds: float) -> None: ...  # a thread of the core's polls
-    def stop(self) -> None: ...  # ends that thread; harmless twice
+    def poll(self) -> str | None: ...  # the name of the new version, if there is one
+    def rollback(self) -> str: ...  # the name of the version that is then served; StateError if none was kept
+    def follow(self, every_seconds: float) -> None: ...  # a native thread polls
+    def stop(self) -> None: ...  # stops that thread; idempotent
     def stats(self) -> ServingStats: ...
 
 @final
 class ServedVersion:
-    """One checkpoint that is served. It stays whole for as long as this lives."""
+    """A served checkpoint. It stays intact as long as this exists."""
 
     name: str
     published_at: float  # in seconds since 1970
     def tables(self) -> list[ServedTable]: ...
-    def table(self, name: str) -> ServedTable: ...  # its name where one table has it, or "module/name"
+    def table(self, name: str) -> ServedTable: ...  # its name if it is unique, or "module/name"
 
 @final
 class ServedTable:
@@ -52,15 +52,15 @@ class ServedTable:
     name: str
     dim: int
     rows: int
-    precision: Literal["fp32", "fp16", "bf16", "int8"]  # how the served files store weights
-    stored_bytes: int  # of a row that is stored so
+    precision: Literal["fp32", "fp16", "bf16", "int8"]  # the format of weights in the served files
+    stored_bytes: int  # bytes of a row in that format
     def lookup_stored(
         self,
         ids: I64,
         out: NDArray[np.uint8],  # [N, stored_bytes]
         found: NDArray[np.bool_],  # [N]
-    ) -> int: ...  # ids that have no row
-    def lookup(self, ids: I64, out: F32, found: NDArray[np.bool_]) -> int: ...  # fills out [N, D] and found [N]; ids that have no row
+    ) -> int: ...  # number of ids without a row
+    def lookup(self, ids: I64, out: F32, found: NDArray[np.bool_]) -> int: ...  # fills out [N, D] and found [N]; number of ids without a row
     def lookup_pooled(
         self,
         ids: I64,
@@ -68,11 +68,11 @@ class ServedTable:
         pooling: Literal["sum", "mean"],
         weights: F32 | None,  # [N]
         out: F32,  # [B, D]
-    ) -> int: ...  # ids that have no row
+    ) -> int: ...  # number of ids without a row
 
 @final
 class ServingStats:
-    """Counters of a directory of checkpoints that is served, since it was opened."""
+    """Counters of a served directory of checkpoints, since it was opened."""
 
     version: str
     seq: int
@@ -93,7 +93,7 @@ class ServingStats:
 
 @final
 class ServeIndexReport:
-    """What making an index did."""
+    """The result of building an index."""
 
     checkpoint: str
     rows: int
@@ -102,5 +102,5 @@ class ServeIndexReport:
 
 def check_serving_index(
     directory: CheckpointDirectory, at: str | None = None
-) -> int | None: ...  # its rows; None where there is no such file, or one that servers make anew; CorruptionError
+) -> int | None: ...  # number of its rows; None if there is no such file, or one that servers rebuild; CorruptionError
 def build_serving_index(directory: CheckpointDirectory, at: str | None = None) -> ServeIndexReport: ...

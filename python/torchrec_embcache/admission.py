@@ -1,8 +1,8 @@
-"""Which ids get a row when they are trained.
+"""Admission rules: which ids get a row during training.
 
-Without admission every id does. With it an id that is not admitted has no row in any tier, and costs at most some bytes for its
-count. It is decided for each batch when it is forwarded, by what was committed before. So the same ids are
-admitted whatever the budgets, the number of ranks and threads, and however far ahead batches are prefetched.
+Without a rule every id is admitted. With a rule, an id that is not admitted has no row in any tier and costs at most a few bytes
+for its count. Admission is decided per batch in the forward, from previously committed batches. The same ids are therefore admitted
+for any budgets, any number of ranks and threads, and any prefetch depth.
 """
 
 import math
@@ -23,7 +23,7 @@ _MAX_WINDOW_STEPS = 1 << 53
 
 
 class Admission(ABC):
-    """Base of the rules of admission: what `admission=` of a table takes.
+    """Base class of the admission rules, the values of a table's `admission=`.
 
     Examples:
         >>> from torchrec_embcache import admission
@@ -33,7 +33,7 @@ class Admission(ABC):
 
     @abstractmethod
     def native(self) -> _native.RowAdmission:
-        """As the core takes it."""
+        """Returns the native form."""
 
 
 def _check_window_steps(rule: str, steps: object) -> int | None:
@@ -55,16 +55,16 @@ def _check_number(field: str, value: object) -> float:
 
 @dataclass(frozen=True)
 class Count(Admission):
-    """An id gets a row in the batch in which its occurrences in training reach `threshold`. That batch trains it.
+    """Admits an id in the training batch in which its occurrences reach `threshold`. That batch trains the new row.
 
-    Occurrences are counted when the backward commits them. Those of evaluations, and of forwards that no backward follows, do not
-    count. An id that had a row and lost it starts at 0.
+    Occurrences are counted when the backward commits them. Evaluation lookups, and forwards without a backward, do not count. The
+    count of an id restarts at 0 after its row is removed.
 
     Args:
         threshold: from 1 to 2^24 - 1.
-        window_steps: an id that did not occur for one to two windows of so many steps is forgotten. None: never for that.
-        memory: RAM for the counts of the whole table, all its shards together: an int (bytes) or a string such as "256MiB". An id
-            counts as 17 bytes of it. When they are full, ids that did not occur for long are forgotten, half a bucket at once.
+        window_steps: forgets an id that did not occur for one to two windows of this many steps. None: no time limit.
+        memory: RAM for the counts of the entire table, all shards together: an int (bytes) or a string such as "256MiB". An id uses
+            17 bytes of it. When it is full, the least recently seen ids are forgotten, half a bucket at a time.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -85,17 +85,17 @@ class Count(Admission):
         _check_memory("Count", self.memory)
 
     def native(self) -> _native.RowAdmission:
-        """As the core takes it."""
+        """Returns the native form."""
         memory = _check_memory("Count", self.memory)
         return _native.RowAdmission.count(self.threshold, window_steps=self.window_steps, memory=memory)
 
 
 @dataclass(frozen=True)
 class Probability(Admission):
-    """Each occurrence of an id that has no row gives it one with probability `p`.
+    """Admits an id with probability `p` at each occurrence without a row.
 
-    The throw is a counter-based random function of (seed, table key, id, step), so it is the same on every machine and for any
-    number of ranks. An id that occurs n times in a batch is admitted with probability 1 - (1 - p)^n. Nothing is counted.
+    The draw is a counter-based random function of (seed, table key, id, step). It is therefore the same on every machine and for
+    any number of ranks. An id that occurs n times in a batch is admitted with probability 1 - (1 - p)^n. No counts are kept.
 
     Args:
         p: more than 0, at most 1.
@@ -116,23 +116,23 @@ class Probability(Admission):
             raise ConfigError(f"Probability.p={self.p!r} is out of range: give more than 0 and at most 1")
 
     def native(self) -> _native.RowAdmission:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.RowAdmission.probability(float(self.p))
 
 
 @dataclass(frozen=True)
 class ShowClick(Admission):
-    """An id gets a row when `alpha * shows + beta * clicks` reaches `threshold`, both summed over training batches.
+    """Admits an id when `alpha * shows + beta * clicks` reaches `threshold`, both summed over training batches.
 
-    A show is an occurrence. The clicks of an occurrence ride in the weights of the `KeyedJaggedTensor`, or in `clicks` of the plain
-    modules: integers from 0. So the lookups of the table are not weighted.
+    A show is an occurrence. The clicks of each occurrence are passed as the weights of the `KeyedJaggedTensor`, or as `clicks` of
+    the plain modules: integers from 0. Lookups of such a table are therefore unweighted.
 
     Args:
         alpha: the weight of a show, 0 or more.
-        beta: the weight of a click, 0 or more. Not both are 0.
+        beta: the weight of a click, 0 or more. At least one of `alpha` and `beta` is above 0.
         threshold: 0 or more.
-        window_steps: as for `Count`.
-        memory: as for `Count`. An id with clicks takes two counts.
+        window_steps: as in `Count`.
+        memory: as in `Count`. An id with clicks uses two counts.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -159,7 +159,7 @@ class ShowClick(Admission):
         _check_memory("ShowClick", self.memory)
 
     def native(self) -> _native.RowAdmission:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.RowAdmission.show_click(
             alpha=float(self.alpha),
             beta=float(self.beta),
@@ -171,7 +171,7 @@ class ShowClick(Admission):
 
 @dataclass(frozen=True)
 class ReadOnly(Admission):
-    """No id gets a row. Rows that the table has, imported or loaded ones, are trained.
+    """Admits no ids. Rows that were imported or loaded are still trained.
 
     Examples:
         >>> import torch
@@ -187,12 +187,12 @@ class ReadOnly(Admission):
     """
 
     def native(self) -> _native.RowAdmission:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.RowAdmission.no_new_rows()
 
 
 def check_not_admitted(field: str, value: object) -> NotAdmitted:
-    """`value` if it says what ids read that are not admitted. Else `ConfigError`, which names `field`."""
+    """Validates `not_admitted`. Raises `ConfigError`, which names `field`."""
     if value == "zeros":
         return "zeros"
     if value == "initial":

@@ -1,4 +1,4 @@
-"""What a rule of eviction looks at, and whom it asks, while the ranks that share a table agree on what one sweep takes."""
+"""Inputs of an eviction rule: statistics of this shard, and the collective that combines them over ranks."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ T = TypeVar("T")
 
 
 class RankGather(Protocol):
-    """Does some work on every rank."""
+    """Runs work on every rank and gathers the results."""
 
     def __call__(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` gives on each rank, by rank. An error on one of them is raised on all. Collective; values are pickled."""
+        """Returns the result of `work()` of each rank, by rank. An error on any rank is raised on all. Collective; values are
+        pickled.
+        """
 
 
 def gather_single_rank(work: Callable[[], T]) -> list[T]:
-    """A `RankGather` of one rank."""
+    """A `RankGather` for a single rank."""
     return [work()]
 
 
 @dataclass(frozen=True)
 class SweepInputs:
-    """One sweep of one table, on one of the ranks that agree on it.
+    """Inputs of one eviction pass over one table, on one of the ranks that share it.
 
-    `Rule.resolve` gets one of these on each rank, and returns the same rule on all of them. The ranks make the same calls of
-    `gather` in the same order, and what can fail is done within such a call. So an error on one rank is raised on all, and none
-    of them waits for another.
+    `Rule.resolve` receives these inputs on each rank and returns the same rule on every rank. The ranks call `gather` the same
+    number of times in the same order. Work that can fail runs inside such a call, so that an error on one rank is raised on all
+    ranks and no rank waits for another.
 
     Attributes:
-        step: the training step after which the sweep is made.
-        table: this rank's shard; None where it has none, and takes part for the sake of the others.
-        gather: does some work on every one of these ranks.
-        thresholds: the thresholds that are known already, by rule.
+        step: the training step after which the sweep runs.
+        table: this rank's shard; None if this rank has no shard and only takes part in the collectives.
+        gather: runs work on each of these ranks.
+        thresholds: the thresholds found so far, by rule.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The choice of what runs on the rows of device tiers: the kernels of a lookup, and the moves of a tier."""
+"""Selects the kernels of lookups and of row moves in device tiers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _has_triton() -> bool:
 
 
 def _select_kernels(device: torch.device, name: str | None) -> str:
-    """The name of the kernels: what is given, else what `EMBCACHE_KERNELS` says, else what is usual for the device."""
+    """Returns `name`, or else the value of `EMBCACHE_KERNELS`, or else the default kernels of the device."""
     name = name or os.environ.get("EMBCACHE_KERNELS") or _default_kernels(device)
     if name not in ("core", "triton", "torch"):
         raise ConfigError(f"EMBCACHE_KERNELS={name!r} is not known: use 'core', 'triton' or 'torch', or unset it")
@@ -36,12 +36,12 @@ def _default_kernels(device: torch.device) -> str:
 
 
 def _load_triton_backend(device: torch.device) -> ModuleType:
-    """The module of Triton's kernels. `ConfigError` where they cannot run."""
+    """Returns the module with Triton's kernels. Raises `ConfigError` if they cannot run."""
     if not _has_triton():
         raise ConfigError(
             "the kernels 'triton' need triton, which is not installed: pip install triton, or use 'torch'"
         )
-    # It is imported where it is wanted, because triton takes a second and need not be installed.
+    # Imported lazily: triton takes a second to import and is optional.
     from . import triton_backend
 
     if device.type == "cpu" and not triton_backend.IS_INTERPRETED:
@@ -58,7 +58,7 @@ def _load_triton_backend(device: torch.device) -> ModuleType:
 
 
 def make_tier(dim: int, spec: OptimizerSpec, rows: int, device: torch.device) -> DeviceTier:
-    """The device tier of a table of width `dim` with room for `rows` rows. Triton moves its rows where its kernels are Triton's."""
+    """Creates a table's device tier of `rows` rows of width `dim`. Triton moves its rows if Triton's kernels are selected."""
     kernels = _select_kernels(device, None)
     if kernels == "triton" and rows >= 1 << 31:
         raise ConfigError(
@@ -72,10 +72,10 @@ def make_tier(dim: int, spec: OptimizerSpec, rows: int, device: torch.device) ->
 def make_backend(
     tables: Sequence[KernelTable], feature_tables: Sequence[int], device: torch.device, name: str | None
 ) -> KernelBackend:
-    """The backend `name`: "core", "triton" or "torch".
+    """Creates the backend `name`: "core", "triton" or "torch".
 
-    None: what the variable `EMBCACHE_KERNELS` says; without it the core's on the CPU, Triton's on CUDA where triton is installed,
-    and else torch's. `ConfigError` where the backend is not known or cannot run these tables.
+    None selects the value of `EMBCACHE_KERNELS`. If that is unset, it selects "core" on the CPU, "triton" on CUDA if triton is
+    installed, and "torch" otherwise. Raises `ConfigError` if the backend is unknown or cannot run these tables.
     """
     name = _select_kernels(device, name)
     if name == "core":

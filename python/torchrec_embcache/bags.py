@@ -1,4 +1,4 @@
-"""Where bags of ids begin and end.
+"""Offsets of bags of ids.
 
 Shapes: N ids, B bags, F features.
 """
@@ -24,9 +24,9 @@ def bag_offsets(
     include_last_offset: bool,
     device: torch.device,
 ) -> I64:
-    """Where each bag begins in `ids` [N], which are those of `input`, and where the last one ends: int64 [B + 1].
+    """Returns the bounds of the bags in `ids` [N], the ids of `input`: int64 [B + 1].
 
-    `input` and `offsets` are as `torch.nn.EmbeddingBag` takes them. `InputError` where they do not fit each other.
+    `input` and `offsets` have the meaning of `torch.nn.EmbeddingBag`. Raises `InputError` if they do not match.
     """
     if input.dim() == 2:
         if offsets is not None:
@@ -51,7 +51,7 @@ def bag_offsets(
 
 
 def check_offsets(offsets: I64, count: int, features: int) -> None:
-    """`InputError` unless `offsets` [F * B + 1] start at 0, never decrease and end at `count`, where F is `features`."""
+    """Raises `InputError` unless `offsets` [F * B + 1] start at 0, are non-decreasing and end at `count`, where F is `features`."""
     if len(offsets) == 0 or (len(offsets) - 1) % features:
         raise InputError(f"offsets has {len(offsets)} entries: give bags * {features} + 1")
     if offsets[0] != 0:

@@ -1,4 +1,4 @@
-"""Work beside training: a thread that saves while training goes on, and the process group that is its own."""
+"""Asynchronous saves: the saving thread and its process group."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["AsyncSaveRunner", "save_group", "wait_for_saves"]
 
 T = TypeVar("T")
 
-# How long a rank waits until the others have written their parts. Ranks that have ended are noticed at once.
+# Timeout of a rank that waits for the other ranks' parts. Ranks that exited are detected immediately.
 _MAX_SAVE_DURATION = timedelta(days=7)
 
 
 class AsyncSaveRunner:
-    """A save of `tables` to the directory `path` beside training.
+    """An asynchronous save of `tables` to the directory `path`.
 
-    It is a block that begins the save and ends with `return save.start(work)`.
+    Used as a context manager whose block starts the save and ends with `return save.start(work)`.
 
-    Where the block is left by an error, an interrupt included, before a thread has taken the work over, `cancel` undoes what was
-    begun, and nobody waits for the save any more.
+    If an error (including an interrupt) leaves the block before a thread has claimed the work, `cancel` undoes the started save,
+    and the save counts as finished.
     """
 
     def __init__(self, tables: Iterable[TableShard], path: str, cancel: Callable[[], object]) -> None:
@@ -53,11 +53,12 @@ class AsyncSaveRunner:
             self._save.done.set()
 
     def start(self, work: Callable[[], T]) -> Future[T]:
-        """Call `work` in a thread that leaves others time; what it returns or raises is the future's. Where it fails it has undone
-        what was begun.
+        """Calls `work` in a low-priority thread. The future gets its result or exception. On failure `work` undoes the started
+        save.
 
-        To be called when no save is under way. The thread is no daemon: the process ends when the save has. Where there can be no
-        thread (the system gives none, or the interpreter is ending, in an `atexit` function) the work is done before this returns.
+        Call it only while no save is in progress. The thread is not a daemon: the process exits after the save is done. If no
+        thread can be started (the OS cannot start one, or the interpreter is shutting down, in an `atexit` function), the work is
+        done before this call returns.
         """
         save, future = self._save, _running_future(Future[T]())
 
@@ -71,7 +72,7 @@ class AsyncSaveRunner:
                 save.done.set()
                 future.set_exception(error)
                 if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
-                    raise  # an interrupt, of the caller
+                    raise  # an interrupt of the caller
             else:
                 save.done.set()
                 future.set_result(result)
@@ -82,7 +83,7 @@ class AsyncSaveRunner:
 
         save.begin()
         if not threading.main_thread().is_alive():
-            # The interpreter has waited for its threads and would not wait for another.
+            # The interpreter has already joined its threads and would not join another.
             run()
             return future
         try:
@@ -90,7 +91,7 @@ class AsyncSaveRunner:
                 raise MemoryError("for a thread")
             threading.Thread(target=run_in_background, name="embcache-save-async", daemon=False).start()
         except (RuntimeError, MemoryError):
-            # The system gives no thread, and other ranks wait for this one's part.
+            # No thread can be started, and other ranks wait for this rank's part.
             run()
         return future
 
@@ -100,15 +101,13 @@ def _running_future(future: Future[T]) -> Future[T]:
     return future
 
 
-# The default process group that `_group` was made for.
+# The default process group for which `_group` was created.
 _group_world: weakref.ref[dist.ProcessGroup] | None = None
 _group: RankGroup | None = None
 
 
 def save_group() -> RankGroup:
-    """A gloo group of all ranks that only saves use, so that training's collectives never wait for theirs. It is made once.
-    Collective.
-    """
+    """Returns a gloo group of all ranks for saves only; training collectives never wait for it. Created once. Collective."""
     global _group, _group_world
     if not is_distributed():
         return RankGroup(None)
@@ -123,11 +122,10 @@ def save_group() -> RankGroup:
 
 
 def _release_group() -> None:
-    """Let go of the group, where the default one is destroyed, so that its threads end before the interpreter does.
+    """Releases the group after the default group is destroyed, so that its threads stop before the interpreter does.
 
-    A thread of gloo lets go of its last tensor after the collective, and takes the interpreter's lock for that. Where the
-    interpreter is ending then, it ends the thread amid a destructor, and that aborts the process ("terminate called without an
-    active exception").
+    A gloo thread frees its last tensor after the collective and acquires the GIL for that. During interpreter shutdown this would
+    terminate the thread in a destructor, which aborts the process ("terminate called without an active exception").
     """
     global _group
     if not is_distributed():

@@ -1,6 +1,6 @@
-"""The table that users hold: rows by id, in up to three tiers.
+"""The public table: rows by id, in up to three tiers.
 
-What the modules of this package do with a table beyond this is in `table_shard`; `shard_of` leads there.
+The package's modules use further operations of a table, which are in `table_shard`; `shard_of` returns that object.
 """
 
 from __future__ import annotations
@@ -43,41 +43,42 @@ __all__ = [
 
 
 class CacheTable(MeasuredTable):
-    """One shard of a table: rows by 64-bit id, within a budget in bytes for each tier.
+    """One shard of a table: rows by 64-bit id, within a byte budget per tier.
 
-    Users get one from a module, as `bag.table` or `collection.tables["item"]`, and read, import and export its rows. The modules
-    train it. Its settings are checked when it is made; its tiers are opened when it is first used, or by `open()`.
+    Users get a table from a module, as `bag.table` or `collection.tables["item"]`, and read, import and export its rows. The
+    modules train it. The settings are checked by the constructor; the tiers are opened on first use or by `open()`.
 
-    `close()` it, or use it in a `with` statement. A table with an SSD tier that nobody closed is flushed when it is dropped and
-    when the process ends, unless other ranks have to take part. The files of the SSD tier are in
+    Call `close()`, or use the table in a `with` statement. A table with an SSD tier that was not closed is flushed when it is
+    garbage collected and when the process exits, unless the flush needs other ranks. The files of the SSD tier are stored in
     `<ssd_dir>/<module>/<name>/<rank>-of-<world_size>/`, with the names percent-encoded.
 
     Shapes: n rows, D the table's width.
 
     Args:
-        name: 1 to 200 bytes of UTF-8. It names the SSD directory, and the births of the rows depend on it.
+        name: 1 to 200 bytes of UTF-8. It names the SSD directory, and the initial values of rows depend on it.
         dim: D, from 1 to 65,536.
         tiers: the budgets in bytes of the device, host and SSD tier.
-        initializer: how rows are born; one of `torchrec_embcache.initializers`.
-        optimizer: whose slots the rows carry; one of `torchrec_embcache.optimizers`. None: the rows can be read and not trained
-            until one is set.
-        seed: of the rows' births.
+        initializer: initial values of new rows; one of `torchrec_embcache.initializers`.
+        optimizer: the optimizer whose slots the rows have; one of `torchrec_embcache.optimizers`. None: rows can be read but not
+            trained until one is set.
+        seed: the seed of the initial values.
         module: the module that the table belongs to, which also names the SSD directory; by default `name`.
-        policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
-        on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
-        admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
-        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
-            "oov": one row of the table, which the gradients of all such ids train. Only with `admission`.
-        missing: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
-        score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
-        eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
-        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`; "keep", to drain; or None.
-        total_num_buckets: how many buckets ids are spread over, from 1 to 2^20.
-        buckets: the buckets [begin, end) of this shard; by default the share of `rank`.
-        rank: of this shard, from 0.
-        world_size: how many ranks share the table.
-        device: of the device tier, such as "cpu" or "cuda:0".
-        key: what the births of the rows depend on beside `seed`; by default it is derived from `name`.
+        policy: the replacement policy of a full tier: "s3fifo", "lru" or "lfu".
+        on_full: behavior when the last tier is full: "error" raises `CapacityError` and loses no rows, "evict" drops rows.
+        admission: the admission rule; one of `torchrec_embcache.admission`. None: every id is admitted.
+        not_admitted: value that training reads for an id that is not admitted: "zeros", its "initial" value, a number for every
+            column, or "oov": one row of the table (the OOV row), which the gradients of all such ids train. Requires `admission`.
+        missing: value that evaluation reads for an id without a row: its "initial" value or "zeros". None: the same as in training.
+        score_half_life_steps: half-life in steps of a row's score, which is the decayed sum of its occurrences.
+        eviction: the rules that expire rows, and when they run; a `torchrec_embcache.eviction.Policy`. None: no rows expire.
+        on_evict: receiver of evicted rows: a callable, which a thread calls with `EvictedRows`; "keep", to queue them for
+            `drain_evicted()`; or None.
+        total_num_buckets: number of buckets into which ids are hashed, from 1 to 2^20.
+        buckets: the buckets [begin, end) of this shard; by default those of `rank`.
+        rank: the rank of this shard, from 0.
+        world_size: number of ranks that share the table.
+        device: the device of the device tier, such as "cpu" or "cuda:0".
+        key: the second input of the initial values, besides `seed`; by default it is derived from `name`.
 
     Raises:
         ConfigError: a setting is out of range or contradicts another.
@@ -181,17 +182,17 @@ class CacheTable(MeasuredTable):
 
     @property
     def tiers(self) -> TierBudgets:
-        """The budgets of the tiers. Where tables of a module share RAM, this is the table's part by expected rows."""
+        """The budgets of the tiers. If tables of a module share RAM, this has the table's portion by expected rows."""
         return self._shard.tiers
 
     @property
     def initializer(self) -> Initializer:
-        """How rows are born."""
+        """The initializer of new rows."""
         return self._shard.settings.initializer
 
     @property
     def optimizer(self) -> OptimizerSpec | None:
-        """The optimizer whose slots the rows carry; None until one is set.
+        """The optimizer whose slots the rows have; None until one is set.
 
         Setting another kind of optimizer raises `StateError` once the table has rows.
         """
@@ -203,27 +204,27 @@ class CacheTable(MeasuredTable):
 
     @property
     def seed(self) -> int:
-        """The seed of the rows' births."""
+        """The seed of the rows' initial values."""
         return self._shard.seed
 
     @property
     def policy(self) -> CachePolicy:
-        """Which rows leave a full tier first."""
+        """The replacement policy of a full tier."""
         return self._shard.policy
 
     @property
     def eviction(self) -> EvictionPolicy | None:
-        """Which rows leave by rule, and when. None: none do."""
+        """The rules that expire rows, and when they run. None: no rows expire."""
         return self._shard.settings.lifecycle.eviction
 
     @property
     def on_full(self) -> OnFull:
-        """What happens when the last tier is full."""
+        """Behavior when the last tier is full: "error" or "evict"."""
         return self._shard.on_full
 
     @property
     def device(self) -> torch.device:
-        """The device of the device tier, and of the results of lookups."""
+        """The device of the device tier and of lookup results."""
         return self._shard.device
 
     @property
@@ -233,12 +234,12 @@ class CacheTable(MeasuredTable):
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the table."""
+        """Number of ranks that share the table."""
         return self._shard.world_size
 
     @property
     def total_num_buckets(self) -> int:
-        """How many buckets ids are spread over. Loading a checkpoint sets it to that of the checkpoint."""
+        """Number of buckets into which ids are hashed. Loading a checkpoint sets it to the checkpoint's number."""
         return self._shard.total_num_buckets
 
     @property
@@ -255,83 +256,85 @@ class CacheTable(MeasuredTable):
 
     @property
     def is_open(self) -> bool:
-        """Whether the tiers were opened. It stays True after `close`."""
+        """True if the tiers were opened. It stays True after `close`."""
         return self._shard.is_open
 
     def open(self, commit_id: int | None = None) -> None:
-        """Open the tiers; harmless twice.
+        """Opens the tiers. Idempotent.
 
         Args:
-            commit_id: names the state of the SSD tier that is resumed, one of `published()`; by default the newest complete one.
+            commit_id: the committed state of the SSD tier to resume, one of `commit_ids()`; by default the latest complete one.
 
         Raises:
-            InUseError: another process or table has the directory.
-            MismatchError: the directory is of a table with other settings.
-            StateError: the table is closed, or there is nothing to resume.
-            StorageError, CorruptionError, HostMemoryError: the files or the memory cannot be had.
+            InUseError: another process or table uses the directory.
+            MismatchError: the directory belongs to a table with other settings.
+            StateError: the table is closed, or there is no state to resume.
+            StorageError, CorruptionError, HostMemoryError: the files cannot be read, or memory allocation fails.
         """
         self._shard.open(commit_id)
 
     def commit_ids(self) -> list[int]:
-        """Tokens of the states of the SSD tier that can be resumed, oldest first."""
+        """Returns the commit ids of the states of the SSD tier that can be resumed, oldest first."""
         return self._shard.commit_ids()
 
     def flush(self) -> None:
-        """Write every dirty row to the SSD tier and publish one state, which a resume takes. Without an SSD tier: nothing.
+        """Writes every dirty row to the SSD tier and commits a state that can be resumed. Does nothing without an SSD tier.
 
-        Threads that flush one table take turns. Raises `StorageError` where the disk fails; the state before is then kept.
+        Concurrent flushes of one table run one after another. Raises `StorageError` if the disk fails; the previous state is then
+        kept.
         """
         self._shard.flush()
 
     def close(self) -> None:
-        """Flush and close; harmless twice. The tiers are closed also where the flush fails, which raises.
+        """Flushes and closes the table. Idempotent. If the flush fails, the tiers are closed and the error is raised.
 
-        A save beside training that has the table is waited for, and so is `on_evict`, until it was given every row that is dead by
-        then; `EvictionHookError` where it raised. Ctrl-C ends the wait, and the flush: then the table is open, and
-        this can be called again. `StateError` from a `progress` callable of that save, or from `on_evict`, which would wait
-        for itself.
+        Waits for an asynchronous save of the table, and until `on_evict` has received every row evicted so far. Raises
+        `EvictionHookError` if `on_evict` raised. Ctrl-C interrupts the wait and the flush; the table is then still open, and this
+        method can be called again. Raises `StateError` in a `progress` callable of that save or in `on_evict`, which would wait for
+        itself.
         """
         self._shard.close()
 
     # ---- rows
 
     def __bool__(self) -> bool:
-        """True, also without rows."""
+        """Returns True, even for a table without rows."""
         return True
 
     def __len__(self) -> int:
-        """Rows in all tiers of this shard: those that were born in training or imported, and not removed."""
+        """Number of rows of this shard in all tiers."""
         return len(self._shard)
 
     def step(self) -> int:
-        """Training steps so far."""
+        """Number of training steps of the table."""
         return self._shard.step()
 
     def stats(self) -> TableStats:
-        """The counters of the table and of its tiers."""
+        """Returns the counters of the table and of its tiers."""
         return self._shard.stats()
 
     def export(self, chunk_rows: int = 65_536) -> RowExport:
-        """Every row of every tier as of this call, in chunks of at most `chunk_rows` rows, in memory of their own.
+        """Returns a snapshot of the rows of all tiers, in chunks of at most `chunk_rows` rows, each in newly allocated memory.
 
-        Iterating raises `StateError` when the table was trained or changed meanwhile. So it does after a call that needs room on
-        the SSD tier, where the files that chunks are still to be read from stand in its way.
+        Iterating raises `StateError` if the table was trained or changed since the call. It also raises if another call needs space
+        on the SSD tier that is occupied by files which remaining chunks are read from.
 
-        For example `table.export().to_numpy()["weights"]` gives [n, D], where all rows fit in RAM.
+        For example `table.export().to_numpy()["weights"]` returns [n, D], if all rows fit in RAM.
         """
         return self._shard.export(chunk_rows)
 
     def read_rows(self, ids: IdsLike) -> FoundRows:
-        """The rows of `ids` [n], in that order, with a mask `found` [n]. An id without a row gives its initial value.
+        """Returns the rows of `ids` [n], in that order, with a mask `found` [n]. An id without a row reads its initial value.
 
-        `ids` are an int64 or int32 tensor, a numpy array or a list. Reading moves no row and counts nowhere.
+        `ids` are an int64 or int32 tensor, a numpy array or a list. Reading moves no rows between tiers and changes no counters.
         """
         return self._shard.read_rows(ids)
 
     def oov_row(self) -> NDArray[np.float32]:
-        """The weights of the row that ids share which were refused one, as they are now: float32 [D]. Every rank has the same.
+        """Returns the current weights of the OOV row, shared by ids that are not admitted: float32 [D]. They are equal on all
+        ranks.
 
-        Raises `StateError` where the table has no such row: it is made with `not_admitted="oov"`.
+        Raises `StateError` if the table was not created with `not_admitted="oov"`.
 
         Examples:
             >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, optimizers
@@ -356,70 +359,71 @@ class CacheTable(MeasuredTable):
         *,
         collective: bool = False,
     ) -> None:
-        """Put rows into the table, over those that are there.
+        """Inserts or overwrites rows.
 
         Args:
             ids: [n] distinct 64-bit integers, as a tensor, a numpy array or a list.
-            weights: [n, D] numbers, likewise. Numbers of another type become float32.
+            weights: [n, D] numbers, likewise. Other dtypes are converted to float32.
             slots: the optimizer's slots by name, as in `RowChunk.slots`. None: zeros.
-            metadata: None: as of rows that were never used.
-            collective: every rank calls this at the same time, each with rows of any ids, or with none, and every row goes to the
-                rank that owns it. Without it the ids must fall into this shard's buckets.
+            metadata: None: the metadata of rows that were never used.
+            collective: every rank calls this at the same time, with rows of any ids or with none, and every row is sent to the rank
+                that owns it. Otherwise the ids must be in this shard's buckets.
 
         Raises:
-            InputError: an argument is malformed, or an id is given twice or belongs to another shard.
+            InputError: an argument is malformed, or an id is duplicated or belongs to another shard.
             StateError: a batch in flight uses one of the rows.
-            CapacityError: there is no room for the rows.
+            CapacityError: the rows do not fit.
 
-        On an error no row has changed, unless it says how many were imported: a table with `on_full="evict"` takes them in parts.
-        Where the disk of the SSD tier fails amid the call, all rows are imported, what could not be written stays in RAM, and the
-        next call that writes raises `ReadOnlyError`.
+        On an error no row has changed, unless the error states how many rows were imported: a table with `on_full="evict"` imports
+        in parts. If the disk of the SSD tier fails during the call, all rows are imported, rows that could not be written stay in
+        RAM, and the next call that writes raises `ReadOnlyError`.
         """
         self._shard.import_rows(ids, weights, slots, metadata, collective=collective)
 
     def remove_rows(self, ids: IdsLike) -> int:
-        """Forget the rows of `ids` [n], so that the ids are missing from now on. Returns how many of them had a row.
+        """Removes the rows of `ids` [n]. Returns the number of rows removed.
 
-        On an error all of them are there as before, unless it says how many were removed. Where the disk of the SSD tier fails amid
-        the call, all are removed, and the next call that writes raises `ReadOnlyError`.
+        On an error no row was removed, unless the error states how many were. If the disk of the SSD tier fails during the call,
+        all rows are removed, and the next call that writes raises `ReadOnlyError`.
         """
         return self._shard.remove_rows(ids)
 
     def evict(self) -> None:
-        """Sweep this shard now, as of the last training step: the rows that `eviction` takes are missing from here on.
+        """Runs one eviction pass on this shard for the latest training step: rows that match `eviction` are removed.
 
-        Nothing is done where the table has no `eviction`. Where ranks share the table each sweeps its own shard;
-        `torchrec_embcache.evict(model)` does that for all tables of all ranks together.
+        Does nothing if the table has no `eviction`. If ranks share the table, each rank evicts from its own shard;
+        `torchrec_embcache.evict(model)` does it for all tables on all ranks.
 
-        Raises `StateError` where the table is closed or cannot be used, or where ranks share it and have to agree on what its
-        `eviction` takes; `ReadOnlyError` where its SSD tier could not be written.
+        Raises `StateError` if the table is closed or poisoned, or if its `eviction` needs all ranks that share the table. Raises
+        `ReadOnlyError` if its SSD tier could not be written.
         """
         sweep_single_rank(self._shard)
 
     def set_time(self, seconds: float) -> None:
-        """Say what time it is for `Ttl(seconds=...)`, from now on until the next call; see `torchrec_embcache.set_time`.
+        """Sets the event time used by `Ttl(seconds=...)` until the next call; see `torchrec_embcache.set_time`.
 
-        A table without such a rule is left as it is. Raises `InputError` where time would go back or is no number from 0 to 2^52,
-        `StateError` where other ranks share the table.
+        Does nothing for a table without such a rule. Raises `InputError` if the time would decrease or is not a number from 0 to
+        2^52, and `StateError` if other ranks share the table.
         """
         set_time_single_rank(self._shard, seconds)
 
     def drain_evicted(self) -> Iterator[EvictedRows]:
-        """The rows that were evicted from this shard and not drained yet, chunk by chunk, in the order in which they left.
+        """Yields the rows that were evicted from this shard and not drained yet, chunk by chunk, in eviction order.
 
-        It wants `on_evict="keep"`. A chunk that was given is not given again. Where the loop ends early the other rows stay, also
-        when the table is closed. A sweep under way is finished bit by bit, so at the end every row was given that is dead by now.
+        Requires `on_evict="keep"`. Each chunk is yielded once. If the loop stops early, the remaining rows stay queued, even after
+        the table is closed. A sweep in progress is completed incrementally, so that at the end every row evicted so far was
+        yielded.
 
-        Raises `StateError` where evicted rows are not kept, or go to a callable. `EvictedRows` has an example.
+        Raises `StateError` if evicted rows are not kept, or are delivered to a callable. `EvictedRows` has an example.
         """
         return self._shard.evict_notifier.drain(self._shard.native_or_none)
 
-    # ---- for people, and copies
+    # ---- representation and copies
 
     def describe(self, hyperparameters: Mapping[str, Any] | None = None) -> str:
-        """Settings, optimizer, rows and budgets in one line; opens nothing.
+        """Returns settings, optimizer, row count and budgets in one line, without opening the table.
 
-        `hyperparameters`: those of the optimizer as they are now.
+        `hyperparameters`: current hyperparameters of the optimizer.
         """
         return describe_table(self._shard, hyperparameters)
 
@@ -427,7 +431,7 @@ class CacheTable(MeasuredTable):
         return f"{type(self).__name__}({self.describe()})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A table of its own in memory, with the same rows, slots, metadata, step and epoch. `StateError` with an SSD tier."""
+        """Returns an in-memory copy with the same rows, slots, metadata, step and epoch. Raises `StateError` with an SSD tier."""
         made = type(self).__new__(type(self))
         made.__dict__["_shard"] = copy_in_memory(self._shard, memo)
         memo[id(self)] = made
@@ -441,5 +445,5 @@ class CacheTable(MeasuredTable):
 
 
 def shard_of(table: CacheTable) -> TableShard:
-    """What the modules of this package work with; it is no part of the public interface."""
+    """Returns the internal shard that this package's modules use. Not part of the public interface."""
     return table._shard  # noqa: SLF001 - the one door to it

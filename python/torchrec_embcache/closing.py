@@ -1,4 +1,4 @@
-"""What a `with` statement does at its end with an object that is to be closed."""
+"""A mixin that closes an object at the end of a `with` statement."""
 
 from abc import abstractmethod
 from types import TracebackType
@@ -10,12 +10,12 @@ __all__ = ["CloseOnExitMixin"]
 class CloseOnExitMixin:
     """Closes the object at the end of a `with` statement.
 
-    Where the statement ends by an error, an error of closing becomes a note of that one.
+    If the block raised an error, an error of closing is added to it as a note.
     """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the object; harmless twice."""
+        """Closes the object. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
-"""What ranks do together: exchange values, and raise each other's errors. Without `torch.distributed` there is one rank.
+"""Collectives over ranks: exchange values and raise each other's errors. Without `torch.distributed` there is one rank.
 
-All of it goes from CPU to CPU. An exchange between devices would wait for what the device still computes, and so would the CPU.
+All exchanges are between CPUs. An exchange between devices would wait for pending device work and block the CPU.
 """
 
 import atexit
@@ -34,29 +34,29 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """Whether there is a default process group."""
+    """True if there is a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    """This process's rank in the default process group; 0 without one."""
+    """Returns this process's rank in the default process group; 0 without one."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """How many ranks the default process group has; 1 without one."""
+    """Returns the number of ranks in the default process group; 1 without one."""
     return dist.get_world_size() if is_distributed() else 1
 
 
-# Of groups that exchange no tensors of the CPU, such as those of NCCL: a gloo group of the same ranks.
+# Maps groups that cannot exchange CPU tensors, such as those of NCCL, to a gloo group of the same ranks.
 _gloo_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 
 def cpu_group(group: dist.ProcessGroup | None = None) -> Any:
-    """The ranks of `group`, or of the default group, as a group whose own methods exchange tensors of the CPU.
+    """Returns a group of the ranks of `group` (by default the default group) whose own methods exchange CPU tensors.
 
-    That is `group` itself where it does so, else a gloo group. The gloo group is made at the first call for `group`. All of its
-    ranks make that call at the same time, and no others.
+    Returns `group` itself if it can do so, else a gloo group, which is created by the first call for `group`. All ranks of the
+    group, and no others, make that call at the same time.
     """
     asked = group if group is not None else dist.group.WORLD
     assert asked is not None, "the callers ask whether there is a default group"
@@ -68,7 +68,7 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> Any:
 
 
 def _gloo_group(group: dist.ProcessGroup) -> Any:
-    # `new_group` would have ranks outside of the group take part, or name the groups after it in another way than those do.
+    # `new_group` would require ranks outside of the group to take part, or would name later groups differently on these ranks.
     backends = [group._get_backend(device) for device in group._device_types]  # noqa: SLF001
     options = [getattr(backend, "options", None) for backend in backends]
     timeouts = [getattr(each, "_timeout", dist.distributed_c10d.default_pg_timeout) for each in options]
@@ -77,19 +77,19 @@ def _gloo_group(group: dist.ProcessGroup) -> Any:
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), max(timeouts))
 
 
-# As the group that saves use: see `beside`. Their threads end before the interpreter does.
+# As for the group of asynchronous saves: the threads of these groups stop before the interpreter does.
 atexit.register(_gloo_groups.clear)
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of each rank, in the order of the ranks. Collective; values are pickled."""
+    """Returns the value of each rank, in rank order. Collective; values are pickled."""
     if not is_distributed() or dist.get_world_size(group) == 1:
         return [value]
     return _exchange(value, cpu_group(group))
 
 
 def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Add up the numbers of all ranks, in place. `values` is on the CPU. Collective."""
+    """Sums the values of all ranks in place. `values` is on the CPU. Collective."""
     _reduce(values, dist.ReduceOp.SUM, group)
 
 
@@ -100,10 +100,10 @@ def _reduce(values: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> N
 
 
 def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank if any rank has an error. Collective.
+    """Raises on every rank if any rank has an error. Collective.
 
-    A rank raises its own error if it has one, else that of the first rank that has. One flag is reduced; errors travel only where
-    it is set.
+    A rank raises its own error if it has one, else the error of the first rank that has one. One flag is reduced; errors are
+    exchanged only if it is set.
     """
     if is_distributed() and dist.get_world_size(group) > 1:
         flag = torch.tensor([error is not None], dtype=torch.int32, device="cpu")
@@ -117,19 +117,19 @@ def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None
         try:
             raise error
         finally:
-            del error  # else this frame and the traceback form a cycle, which keeps all that the traceback holds
+            del error  # breaks the reference cycle of this frame and the traceback
     _raise_first(errors)
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """What `work()` returns on this rank. An error on any rank is raised on all. Collective."""
+    """Returns the result of `work()` on this rank. An error on any rank is raised on all ranks. Collective."""
     result, error = _capture_error(work)
     raise_on_every_rank(error)
     return result[0]
 
 
 def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `work()` returns on each rank of `group`, in their order. An error on any rank is raised on all. Collective.
+    """Returns the results of `work()` on each rank of `group`, in rank order. An error on any rank is raised on all. Collective.
 
     Values are pickled.
     """
@@ -139,7 +139,7 @@ def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None
 
 
 def _capture_error(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
-    """What `work()` returns, in a list, or the error that it raises."""
+    """Returns the result of `work()` in a list, or the error that it raised."""
     try:
         return [work()], None
     except Exception as error:
@@ -147,11 +147,11 @@ def _capture_error(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
 
 
 def agree_on_arguments(call_name: str, check: Callable[[], Mapping[str, object]]) -> None:
-    """Check the arguments of a collective call, before anything else in it: no rank waits for one that refuses them. Collective.
+    """Checks the arguments of a collective call, first of all, so that no rank waits for a rank that rejects them. Collective.
 
-    `call_name` names the call. `check()` raises for arguments that this rank refuses, and returns those that all ranks have to give
-    alike, by name, as plain values. An error on any rank is raised on all. `InputError` where the values differ, or where the
-    ranks make different calls. Ranks compare digests; values travel only where these differ.
+    `call_name` names the call. `check()` raises for arguments that this rank rejects, and returns the arguments that must be equal
+    on all ranks, by name, as plain values. An error on any rank is raised on all ranks. Raises `InputError` if the values differ or
+    if the ranks make different calls. Ranks compare digests; values are exchanged only if the digests differ.
     """
     given, error = _capture_error(check)
     if not is_distributed() or dist.get_world_size() == 1:
@@ -169,7 +169,7 @@ def agree_on_arguments(call_name: str, check: Callable[[], Mapping[str, object]]
 
 
 def check_arguments_match(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """`InputError` unless all ranks make one call with the same arguments. `by_rank`: the call and its arguments, by rank."""
+    """Raises `InputError` unless all ranks make the same call with the same arguments. `by_rank`: call and arguments by rank."""
     call, arguments = by_rank[0]
     if any(other != call for other, _ in by_rank):
         made = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(by_rank))
@@ -182,21 +182,21 @@ def check_arguments_match(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> N
 
 
 class RankGroup:
-    """The ranks as one thread of each sees them.
+    """A group of ranks for use by one thread per rank.
 
-    Collectives of other threads do not interfere, and it outlives the default group.
+    It is independent of collectives of other threads and outlives the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """`group` is a gloo group that nobody else uses; None where there is one rank."""
+        """`group` is a gloo group for exclusive use; None if there is only one rank."""
         self._group = group
         self.is_broken = False
-        """Whether ranks have ended, or are no longer in step."""
+        """True if a rank has exited or the ranks are out of step."""
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` returns on each rank, in their order.
+        """Returns the results of `work()` on each rank, in rank order.
 
-        An error on any rank is raised on all. Collective; values are pickled.
+        An error on any rank is raised on all ranks. Collective; values are pickled.
         """
         result, error = _capture_error(work)
         outcomes: list[tuple[list[T], EmbCacheError | None]] = [(result, None)]
@@ -218,7 +218,7 @@ class RankGroup:
 
 
 def _exchange(value: T, group: Any) -> list[T]:
-    """The value of each rank, in the order of the ranks, by the group's own methods, which need no default group."""
+    """Returns the value of each rank, in rank order, using the group's own methods, which need no default group."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size())]
     group.allgather([sizes], [torch.tensor([len(data)], dtype=torch.int64, device="cpu")]).wait()
@@ -230,7 +230,7 @@ def _exchange(value: T, group: Any) -> list[T]:
 
 
 def _raise_first(errors: list[EmbCacheError | None]) -> None:
-    """Raise the error of the first rank that has one."""
+    """Raises the error of the first rank that has one."""
     for rank, other in enumerate(errors):
         if other is not None:
             other.message = f"rank {rank}: {other.message}"

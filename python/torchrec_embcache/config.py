@@ -1,4 +1,4 @@
-"""The budgets of a table, and checks of settings."""
+"""Tier budgets and validation of settings."""
 
 import math
 import numbers
@@ -34,9 +34,9 @@ MissingRead = Literal["initial", "zeros"]
 Reopen = Literal["resume", "discard", "auto"]
 SsdPathChecks = Literal["strict", "trusted"]
 
-# A prime number, so that ids whose low bits are alike are spread too. It is fixed for the life of a table.
+# A prime number, so that ids with equal low bits are distributed too. It is fixed for the lifetime of a table.
 DEFAULT_TOTAL_NUM_BUCKETS = 4093
-# Every file of 16 MiB of rows says in 8 bytes where each bucket begins: with more buckets that would be most of the file.
+# Every row file of 16 MiB stores an 8-byte offset per bucket; with more buckets the offsets would be most of the file.
 MAX_NUM_BUCKETS = 1 << 20
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -45,9 +45,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(field: str, value: int | str) -> int:
-    """A size in bytes, from an int or a string such as "8GiB", "1.5GiB", "64MiB", "512KiB" or "4096B".
+    """Returns a size in bytes, from an int or a string such as "8GiB", "1.5GiB", "64MiB", "512KiB" or "4096B".
 
-    `ConfigError` names `field`.
+    Raises `ConfigError`, which names `field`.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(
@@ -69,7 +69,7 @@ def parse_bytes(field: str, value: int | str) -> int:
 
 
 def bytes_text(size: int) -> str:
-    """A number of bytes in the largest unit that it fills, such as "20 GiB" or "1.5 MiB"."""
+    """Formats a number of bytes in the largest unit that it reaches, such as "20 GiB" or "1.5 MiB"."""
     unit = max(
         (unit for unit in _UNITS.items() if unit[1] <= size and unit[0]), key=lambda unit: unit[1], default=("B", 1)
     )
@@ -77,9 +77,9 @@ def bytes_text(size: int) -> str:
 
 
 def parse_interval(field: str, value: object) -> int | float:
-    """A number of steps as an int, or the seconds of a duration such as "30s", "10min", "1.5h" or "1d" as a float.
+    """Returns a number of steps as an int, or the seconds of a duration such as "30s", "10min", "1.5h" or "1d" as a float.
 
-    `ConfigError` names `field`.
+    Raises `ConfigError`, which names `field`.
     """
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
@@ -95,14 +95,14 @@ def parse_interval(field: str, value: object) -> int | float:
 
 
 def check_choice(field: str, value: object, choices: Any) -> None:
-    """`ConfigError` unless `value` is one of the strings of the Literal `choices`."""
+    """Raises `ConfigError` unless `value` is one of the strings of the Literal `choices`."""
     names = get_args(choices)
     if value not in names:
         raise ConfigError(f"{field}={value!r} is not known: use {', '.join(map(repr, names[:-1]))} or {names[-1]!r}")
 
 
 def check_int(field: str, value: object, low: int, high: int) -> int:
-    """`value` as an int. `ConfigError` unless it is an integer from `low` to `high`, both included."""
+    """Returns `value` as an int. Raises `ConfigError` unless it is an integer from `low` to `high`, both included."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ConfigError(f"{field}={value!r} is not an integer: give one from {low} to {high}")
     number: int = value.__index__()
@@ -112,7 +112,7 @@ def check_int(field: str, value: object, low: int, high: int) -> int:
 
 
 def to_float(value: object) -> float | None:
-    """`value` as a float if it is a real number, of Python's or NumPy's, else None. What is too great for a float is infinite."""
+    """Returns `value` as a float if it is a real number of Python or NumPy, else None. Values out of range become infinite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     number: Any = value
@@ -123,7 +123,7 @@ def to_float(value: object) -> float | None:
 
 
 def check_name(field: str, value: object) -> str:
-    """`value` if it can name a table or a module: a string of 1 to 200 bytes of UTF-8 without NUL. Else `ConfigError`."""
+    """Returns `value` if it is a string of 1 to 200 bytes of UTF-8 without NUL. Else raises `ConfigError`."""
     if not isinstance(value, str):
         raise ConfigError(f"{field}={value!r} is not a name: give a string")
     try:
@@ -136,7 +136,7 @@ def check_name(field: str, value: object) -> str:
 
 
 class SsdRoot(NamedTuple):
-    """A user's `ssd_dir`, and the rules that it is held to."""
+    """A user's `ssd_dir` and the checks that apply to it."""
 
     path: str
     checks: SsdPathChecks
@@ -144,27 +144,27 @@ class SsdRoot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TierBudgets:
-    """How many bytes of each tier a table, or all tables of a module together, may use on this rank.
+    """Byte budgets of the tiers of one table, or of all tables of a module together, on this rank.
 
-    A budget is an int (bytes) or a string such as "8GiB", "64MiB" or "512KiB". It counts rows with their optimizer slots and
-    metadata, and their index. The index of the rows on SSD counts in `host_bytes`. The last tier holds every row.
+    A budget is an int (bytes) or a string such as "8GiB", "64MiB" or "512KiB". It covers rows with their optimizer slots and
+    metadata, and their index. The index of the rows on SSD is part of `host_bytes`. The last tier holds every row.
 
     Args:
-        device_bytes: the device tier. On the CPU 0, the default, runs the kernels on the host tier's rows in place, and another
-            value makes a device tier of CPU tensors. On other devices it is mandatory.
-        host_bytes: the host tier. Mandatory.
-        ssd_bytes: the SSD tier, all its files together. It needs `ssd_dir`; without both there is no SSD tier.
-        ssd_dir: an existing directory that only this user can write to. A relative path is made absolute at this call.
-        path_checks: "trusted" accepts an `ssd_dir` of any owner and mode, and parents that others may write to, as volumes of pods
-            have them. Everybody who can write there is trusted.
-        reopen: what is done with files of the table that are there already. "resume" goes on from the last flush, "discard" removes
-            them, and "auto" goes on from the last flush and starts anew where there is none. The last two also remove what a run
-            with another number of ranks left of the table. None: a directory that holds files is refused.
-        flush_every: flush the SSD tier while training, after so many steps (an int) or so often ("30s", "10min", "2h"), before the
-            next forward. None: only when `flush` or `close` is called. A process that is killed loses what it trained since the
-            last flush.
-        sizing: measure how the miss ratio depends on the budgets (`CacheTable.miss_ratio_curve`, `advise`), on a sample of the
-            ids. It takes at most 8 MiB of RAM for each table, beyond its budgets.
+        device_bytes: the device tier. On the CPU the default, 0, runs the kernels directly on the rows of the host tier; other
+            values create a device tier of CPU tensors. Required on other devices.
+        host_bytes: the host tier. Required.
+        ssd_bytes: the SSD tier, all its files together. Requires `ssd_dir`; without both there is no SSD tier.
+        ssd_dir: an existing directory that only this user can write to. A relative path is made absolute by the constructor.
+        path_checks: "trusted" accepts an `ssd_dir` of any owner and mode, and parents that others may write to, as is common for
+            volumes of pods. Every user who can write there is trusted.
+        reopen: how to treat existing files of the table. "resume" continues from the last flush, "discard" removes them, and "auto"
+            continues from the last flush or starts empty if there is none. "discard" and "auto" also remove files of the table that
+            a run with another number of ranks left. None: a directory with files raises an error.
+        flush_every: flushes the SSD tier during training every `n` steps (an int) or at an interval ("30s", "10min", "2h"), before
+            the next forward. None: flushes only in `flush` or `close`. A process that is killed loses the training since the last
+            flush.
+        sizing: measures the miss ratio as a function of the budgets (`CacheTable.miss_ratio_curve`, `advise`) on a sample of the
+            ids. Uses at most 8 MiB of RAM per table in addition to its budgets.
 
     Raises:
         ConfigError: a value is out of range, or one of `ssd_bytes` and `ssd_dir` is missing.
@@ -178,7 +178,7 @@ class TierBudgets:
         >>> tiers.describe()
         'host 1 GiB, ssd 100 GiB in /data/cache'
 
-    With these a run goes on where the one before stopped, however it stopped.
+    With these settings a run continues where the previous run stopped, even after a crash.
     """
 
     device_bytes: int | str = 0
@@ -210,7 +210,7 @@ class TierBudgets:
         self._check_ssd()
 
     def _check_ssd(self) -> None:
-        """`ConfigError` for an SSD tier with one of its two settings, and for what needs an SSD tier where there is none."""
+        """Raises `ConfigError` if one of the two SSD settings is missing, or if a setting needs an SSD tier and there is none."""
         if self.ssd_dir is None and self.ssd_bytes:
             raise ConfigError(
                 f"TierBudgets.ssd_bytes={self.ssd_bytes} without ssd_dir: give the SSD tier a directory of yours that exists "
@@ -231,27 +231,27 @@ class TierBudgets:
 
     @property
     def device(self) -> int:
-        """`device_bytes` as a number."""
+        """`device_bytes` as an int."""
         return int(self.device_bytes)
 
     @property
     def host(self) -> int:
-        """`host_bytes` as a number."""
+        """`host_bytes` as an int."""
         return int(self.host_bytes)
 
     def describe(self) -> str:
-        """The tiers and their budgets in one line for people, such as "host 256 MiB, ssd 20 GiB in cache"."""
+        """Describes the tiers and their budgets in one line, such as "host 256 MiB, ssd 20 GiB in cache"."""
         parts = [("device", self.device, ""), ("host", self.host, ""), ("ssd", self.ssd, f" in {self.ssd_dir}")]
         return ", ".join(f"{tier} {bytes_text(size)}{where}" for tier, size, where in parts if size)
 
     @property
     def ssd_root(self) -> SsdRoot:
-        """`ssd_dir` with the rules that it is held to. There must be an SSD tier."""
+        """`ssd_dir` and the checks that apply to it. Requires an SSD tier."""
         return SsdRoot(str(self.ssd_dir), self.path_checks)
 
     @property
     def ssd(self) -> int:
-        """The bytes of the SSD tier; 0 where there is none."""
+        """The bytes of the SSD tier; 0 if there is none."""
         return int(self.ssd_bytes) if self.ssd_dir is not None else 0
 
     @property
@@ -261,9 +261,9 @@ class TierBudgets:
 
 
 def bucket_range(rank: int, world_size: int, total_num_buckets: int) -> tuple[int, int]:
-    """The buckets [begin, end) of `rank`, split as TorchRec splits them.
+    """Returns the buckets [begin, end) of `rank`, split as in TorchRec.
 
-    Where the shares do not come out even, the first ranks have one more.
+    If the split is uneven, the first ranks have one bucket more.
     """
     share, rest = divmod(total_num_buckets, world_size)
     begin = rank * share + min(rank, rest)

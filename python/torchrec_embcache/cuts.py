@@ -1,13 +1,13 @@
-"""Cuts of a table's rows by their order: which row is the k-th lowest of all shards together.
+"""Thresholds of a table's rows in eviction order: the k-th lowest row of all shards together.
 
-Rows are ordered by their score as it has decayed by the step of a sweep, then by the step in which they were trained last, then by
-their id as a uint64. No two rows of a table are equal, so a cut takes an exact number of rows. They are the same for any budgets
-and any number of ranks.
+The eviction order compares the decayed score at the step of a sweep, then the last step in which the row was trained, then the id
+as uint64. No two rows of a table are equal, so a threshold selects an exact number of rows. Thresholds do not depend on the budgets
+or on the number of ranks.
 
-The k-th lowest row is found by a radix select. A pass over the rows of each shard counts them by 16 bits of their standings. The
-sums over all ranks say which part of the order has the row, and between which standings that part lies. Once the part has few rows
-they are listed and exchanged. A table of few rows takes one pass, others mostly two or three. A pass takes some MiB, however many
-rows there are.
+The k-th lowest row is found by a radix select. Each pass counts the rows of each shard by 16 bits of their rank keys. The sums over
+all ranks identify the part of the order that contains the row, and the bounds of that part. Once the part is small its rows are
+listed and exchanged. A small table takes one pass, others mostly two or three. A pass uses a few MiB, independent of the number of
+rows.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = [
 ]
 
 MAX_LISTED_ROWS = 1 << 18
-"""So many rows of all ranks are listed and exchanged at most, of 24 bytes each."""
+"""Maximum number of rows of all ranks together that are listed and exchanged, at 24 bytes each."""
 _MAX_ATTEMPTS = 16
 
 
 class RankKey(NamedTuple):
-    """Where a row stands in the order. `score` is mapped to a number that rises with it."""
+    """A row's position in eviction order. `score` is mapped to an integer that increases with it."""
 
     score: int
     last_step: int
     id: int
 
     def rule_below(self) -> _native.SweepRule:
-        """The rule that takes the rows below this standing."""
+        """Returns the rule that evicts the rows below this key."""
         return _native.SweepRule.below_rank(*self)
 
 
@@ -56,27 +56,27 @@ _MAX_KEY = RankKey((1 << 32) - 1, (1 << 64) - 1, (1 << 64) - 1)
 
 
 class TableRowCounts(NamedTuple):
-    """How many rows the whole table has."""
+    """Row counts of the entire table."""
 
     rows: int
-    """Those that a sweep looks at."""
+    """Rows that a sweep considers."""
     newest: int
-    """Those of them that were trained in the step of the sweep; 0 where it is step 0, in which none was trained."""
+    """Number of these rows that were trained in the step of the sweep; 0 at step 0."""
     is_swept: bool
-    """Whether nothing has changed since the sweep before but what that took."""
+    """True if the table has only changed by evictions of the previous sweep since then."""
 
 
 EvictCountFn = Callable[[TableRowCounts], int]
-"""How many of the lowest rows to cut off."""
+"""Returns the number of lowest rows to evict."""
 
 
 _RankKeyRange = tuple[RankKey, RankKey, bool]
-"""The lowest standing of a span, the highest, and whether its standings are listed."""
+"""The lowest key of a range, the highest, and a flag that is true if its keys are listed."""
 
 
 @dataclass(frozen=True)
 class _SelectionTarget:
-    """The row that so many stand below in a span of standings, from `low` to `high`, which has at most `rows` rows."""
+    """The row with `rows_below` rows below it in the key range from `low` to `high`, which contains at most `rows` rows."""
 
     low: RankKey
     high: RankKey
@@ -85,23 +85,24 @@ class _SelectionTarget:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the rows of the span are few enough to be exchanged."""
+        """True if the range has few enough rows to exchange them."""
         return self.rows <= MAX_LISTED_ROWS
 
     @property
     def key_range(self) -> _RankKeyRange:
-        """The span."""
+        """The key range."""
         return self.low, self.high, self.is_listed
 
 
 def find_thresholds(inputs: SweepInputs, count_fns: Sequence[EvictCountFn]) -> list[RankKey | None]:
-    """For each of `count_fns`, the lowest row that stays where so many of the lowest rows go; None where none goes.
+    """Returns, for each of `count_fns`, the lowest row that remains after the evictions; None if no row is evicted.
 
-    Collective: the same on all ranks, of the rows of all their shards together. What a sweep under way takes goes first and is not
-    counted. Nothing else changes. Where another thread changes a table between two passes, all ranks begin again.
+    Collective: the result is the same on all ranks and covers the rows of all shards. Rows that a sweep in progress evicts are
+    removed first and not counted. Nothing else changes. If another thread changes a table between two passes, all ranks start
+    again.
 
-    Raises on every rank, whichever has the error: what `count_fns` raises; StateError where other threads go on changing the
-    tables; what reading an SSD tier raises.
+    Raises on every rank, whichever rank has the error: an error of `count_fns`; StateError if other threads keep changing the
+    tables; an error of reading an SSD tier.
     """
     for _ in range(_MAX_ATTEMPTS):
         cuts = _try_find(inputs, count_fns)
@@ -115,37 +116,37 @@ def find_thresholds(inputs: SweepInputs, count_fns: Sequence[EvictCountFn]) -> l
 
 
 def threshold_rules(inputs: SweepInputs, count_fns: Sequence[EvictCountFn]) -> list[_native.SweepRule]:
-    """For each of `count_fns`, the rule that takes so many of the lowest rows. Collective, and raises, as `find_thresholds`."""
+    """Returns, for each of `count_fns`, the rule that evicts that number of lowest rows. Collective; see `find_thresholds`."""
     return [
         _native.SweepRule.nothing() if cut is None else cut.rule_below() for cut in find_thresholds(inputs, count_fns)
     ]
 
 
 class LowestRowsRule(ABC):
-    """The part of a rule of eviction by which it takes a number of the lowest rows of the whole table."""
+    """A base of eviction rules that evict a number of the lowest rows of the entire table."""
 
     @abstractmethod
     def count_to_evict(self, rows: TableRowCounts) -> int:
-        """How many of the lowest rows it takes."""
+        """Returns the number of lowest rows to evict."""
 
     @property
     def is_collective(self) -> bool:
-        """It is: the cut is one of the rows of all ranks."""
+        """True: the threshold depends on the rows of all ranks."""
         return True
 
     def native(self) -> _native.SweepRule:
-        """As the core takes it when a table is made: `resolve` finds the cut."""
+        """Returns the native placeholder used when a table is created: `resolve` finds the threshold."""
         return _native.SweepRule.per_sweep()
 
     def resolve(self, inputs: SweepInputs) -> _native.SweepRule:
-        """Take the rows below the cut, which a `Policy` has found together with those of its other rules. Collective."""
+        """Returns the rule for rows below the threshold, which a `Policy` may have found for all its rules. Collective."""
         return (
             inputs.thresholds[self] if self in inputs.thresholds else threshold_rules(inputs, [self.count_to_evict])[0]
         )
 
 
 def _try_find(inputs: SweepInputs, count_fns: Sequence[EvictCountFn]) -> list[RankKey | None] | None:
-    """As `find_thresholds`; None where a table has changed meanwhile."""
+    """Like `find_thresholds`, but returns None if a table has changed between passes."""
     table = inputs.table
 
     def size() -> tuple[int, bool] | None:
@@ -153,7 +154,7 @@ def _try_find(inputs: SweepInputs, count_fns: Sequence[EvictCountFn]) -> list[Ra
 
     sizes = [said for said in inputs.gather(size) if said is not None]
     are_swept = all(is_swept for _, is_swept in sizes)
-    # Rows that a sweep does not look at are among these. Of fewer rows no more are cut off.
+    # An upper bound: it includes rows that a sweep does not consider, so the exact count evicts no more rows.
     most = sum(rows for rows, _ in sizes)
     if not any(how_many(TableRowCounts(most, 0, are_swept)) > 0 for how_many in count_fns):
         return [None] * len(count_fns)
@@ -173,9 +174,9 @@ def _try_find(inputs: SweepInputs, count_fns: Sequence[EvictCountFn]) -> list[Ra
 def _narrow_targets(
     rounds: _SelectionRounds, targets: set[_SelectionTarget], totals: Mapping[_RankKeyRange, _RangeTotals]
 ) -> dict[_SelectionTarget, RankKey] | None:
-    """The standing of each target, of whose span the rows were counted; None where a table has changed meanwhile."""
+    """Returns the rank key of each target, given the row totals of its range; None if a table has changed between passes."""
     standings: dict[_SelectionTarget, RankKey] = {}
-    left = {target: target for target in targets}  # with the narrowest span that is known of each
+    left = {target: target for target in targets}  # each with the narrowest known range
     while left:
         parts: dict[_SelectionTarget, _RangePart] = {}
         for target, now in left.items():
@@ -203,7 +204,7 @@ def _narrow_targets(
 
 
 class _RangePart(NamedTuple):
-    """The part of a span that has a row: its rows, and how many of them stand below that row."""
+    """The part of a range that contains a row: its row count, and the number of its rows below that row."""
 
     digit: int
     rows: int
@@ -211,7 +212,7 @@ class _RangePart(NamedTuple):
 
 
 class _RangeTotals:
-    """What all ranks together have in a span."""
+    """Row totals of all ranks in a range."""
 
     def __init__(self, shards: Sequence[_ShardRange]) -> None:
         self._rows: dict[int, int] = {}
@@ -221,7 +222,7 @@ class _RangeTotals:
         self._listed = np.concatenate([shard.listed for shard in shards])
 
     def part_at(self, rows_below: int) -> _RangePart:
-        """The part with the row that has so many of the span below it."""
+        """Returns the part with the row that has `rows_below` rows of the range below it."""
         for digit, rows in sorted(self._rows.items()):
             if rows_below < rows:
                 return _RangePart(digit, rows, rows_below)
@@ -229,14 +230,14 @@ class _RangeTotals:
         raise AssertionError("a census of unchanged tables found fewer rows than the one before")
 
     def nth_listed(self, rows_below: int) -> RankKey:
-        """The row that has so many of those that are listed below it."""
+        """Returns the listed row that has `rows_below` listed rows below it."""
         scores, last_steps, ids = self._listed.T
         order = np.lexsort((ids, last_steps, scores))
         return _rank_key_from(self._listed[order[rows_below]])
 
 
 class _ShardRange(NamedTuple):
-    """What one shard has in a span."""
+    """Rows of one shard in a range."""
 
     digits: NDArray[np.uint32]
     rows: NDArray[np.uint64]
@@ -244,7 +245,7 @@ class _ShardRange(NamedTuple):
 
 
 class _ShardReply(NamedTuple):
-    """What a rank with a shard says of a pass: nothing where the shard has changed."""
+    """The reply of a rank with a shard to one selection round; `ranges` is None if the shard has changed."""
 
     rows: int
     newest: int
@@ -252,7 +253,7 @@ class _ShardReply(NamedTuple):
 
 
 class _SelectionRounds:
-    """Passes over the rows of all ranks."""
+    """Selection rounds: passes over the rows of all ranks."""
 
     def __init__(self, inputs: SweepInputs) -> None:
         self._inputs = inputs
@@ -261,7 +262,7 @@ class _SelectionRounds:
         self.rows = self.newest = 0
 
     def count(self, ranges: Sequence[_RankKeyRange]) -> dict[_RankKeyRange, _RangeTotals] | None:
-        """Count or list the rows in each of the spans. None where a table has changed since the first pass. Collective."""
+        """Counts or lists the rows in each range. Returns None if a table has changed since the first pass. Collective."""
         said = [one for one in self._inputs.gather(lambda: self._score_histogram(ranges)) if one is not None]
         self.rows, self.newest = sum(one.rows for one in said), sum(one.newest for one in said)
         of_ranks = [one.ranges for one in said if one.ranges is not None]
@@ -287,7 +288,7 @@ class _SelectionRounds:
     def part_bounds(
         self, parts: Sequence[tuple[_RankKeyRange, int]]
     ) -> dict[tuple[_RankKeyRange, int], tuple[RankKey, RankKey]]:
-        """The lowest and the highest standing of some parts of the spans of the last pass. Collective, where there are any."""
+        """Returns the lowest and the highest key of parts of the ranges of the last pass. Collective, unless `parts` is empty."""
         if not parts:
             return {}
         said = self._inputs.gather(

@@ -1,4 +1,4 @@
-"""The device tier's tensors.
+"""Tensors of the device tier.
 
 Shapes: n rows, D a table's width, V = D * (1 + vector slots), S cache slots of the tier.
 """
@@ -34,16 +34,16 @@ __all__ = [
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or numpy says that there is no memory. On the CPU torch has no exception class for it."""
+    """True if `error` is an out-of-memory error of torch or numpy. On the CPU torch has no exception class for it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # CUDA says the second of pinned memory, and Triton of a kernel that is loaded.
+    # CUDA raises "out of memory" for pinned memory, and Triton for loading a kernel.
     return isinstance(error, RuntimeError) and any(said in str(error) for said in ("allocate memory", "out of memory"))
 
 
 @contextmanager
 def convert_out_of_memory(missing_text: str) -> Iterator[None]:
-    """Say what memory is missing, and what to do, where a device has none: `DeviceMemoryError`."""
+    """Converts out-of-memory errors to `DeviceMemoryError`, with `missing_text` as the message."""
     try:
         yield
     except (RuntimeError, MemoryError) as cause:
@@ -53,7 +53,7 @@ def convert_out_of_memory(missing_text: str) -> Iterator[None]:
 
 
 def table_memory_errors(tables: str, device: torch.device) -> AbstractContextManager[None]:
-    """Name the tables, and what to do, where `device` has no memory for a step of them: `DeviceMemoryError`."""
+    """Converts out-of-memory errors of `device` in a training step to `DeviceMemoryError`, which names the tables."""
     return convert_out_of_memory(
         f"{device} has no memory for a step of {tables}: lower the budgets there, use smaller batches or free memory, and try the "
         "step again"
@@ -63,28 +63,28 @@ def table_memory_errors(tables: str, device: torch.device) -> AbstractContextMan
 class RowMover(Protocol):
     """Copies rows between the cache slots of a tier and contiguous tensors on its device: vectors [n, V] and scalars [n].
 
-    It queues its work on torch's stream.
+    The work is queued on torch's current stream.
     """
 
     @property
     def kernels(self) -> str:
-        """The name of the kernels that the tier is for; see `TableStats.kernels`."""
+        """The name of the tier's kernels; see `TableStats.kernels`."""
 
     def gather(self, tier: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows in cache slots int64 [n], which are on the CPU. Their scalars are zeros where there is no scalar slot."""
+        """Returns the rows in the cache slots int64 [n], a CPU tensor. Scalars are zeros if there is no scalar slot."""
 
     def scatter(self, tier: DeviceTier, slots: Tensor, vectors: Tensor, scalars: Tensor) -> None:
-        """Put rows into different cache slots int64 [n], which are on the CPU."""
+        """Writes rows into distinct cache slots int64 [n], a CPU tensor."""
 
 
 class TorchRowMover:
-    """Moves by torch's operators, on any device, for the kernels that are named."""
+    """Moves rows with torch operators on any device, for the kernels named `kernels`."""
 
     def __init__(self, kernels: str = "torch") -> None:
         self.kernels = kernels
 
     def gather(self, tier: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RowMover`."""
+        """Implements `RowMover`."""
         index = slots.to(tier.device)
         vectors = torch.cat([part.index_select(0, index) for part in (tier.weights, *tier.vector_slots)], 1)
         if tier.scalars is None:
@@ -92,7 +92,7 @@ class TorchRowMover:
         return vectors, tier.scalars.index_select(0, index)
 
     def scatter(self, tier: DeviceTier, slots: Tensor, vectors: Tensor, scalars: Tensor) -> None:
-        """See `RowMover`."""
+        """Implements `RowMover`."""
         index = slots.to(tier.device)
         for number, part in enumerate((tier.weights, *tier.vector_slots)):
             part.index_copy_(0, index, vectors[:, number * tier.dim : (number + 1) * tier.dim])
@@ -101,10 +101,10 @@ class TorchRowMover:
 
 
 class DeviceTier:
-    """The rows of one table that are on the device: weights [S, D], vector slots [S, D] each, scalar slot [S]; all float32.
+    """The rows of one table on the device: weights [S, D], vector slots [S, D] each, scalar slot [S]; all float32.
 
-    The core knows which row is in which cache slot, and this has the memory. Slots from `capacity` on are overflow. Rows
-    change, and the tensors are replaced by larger ones, within `Plan.exclusively` only.
+    The native table maps rows to cache slots; this class owns the memory. Slots from `capacity` on are overflow. Rows change, and
+    tensors are replaced by larger ones, only within `Plan.run_exclusively`.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class DeviceTier:
         self.capacity = capacity
         self.device = device
         self._mover = mover
-        with torch.inference_mode(False):  # a table may be opened by an evaluation, and trained later
-            # The dtype and the device are named: torch's defaults may be others.
+        with torch.inference_mode(False):  # a table may be opened by an evaluation and trained later
+            # Explicit dtype and device, because the user can change torch's defaults.
             made: dict[str, Any] = {"dtype": torch.float32, "device": device}
             self.weights = torch.zeros(capacity, dim, **made)
             self.vector_slots = [torch.zeros(capacity, dim, **made) for _ in range(vector_slots)]
             self.scalars = torch.zeros(capacity, **made) if scalar_slot else None
         self._stream_order = StreamOrder()
         with self.writing():
-            pass  # the zeros are queued
+            pass  # queues the zeros
 
     @property
     def kernels(self) -> str:
@@ -131,9 +131,9 @@ class DeviceTier:
 
     @contextmanager
     def reading(self) -> Iterator[Tensor]:
-        """Read weights meanwhile on the caller's stream, which waits for what changes them on others. Gives the weights to read.
+        """Reads weights in the block on the caller's stream, after pending writes of other streams. Yields the weights.
 
-        The rows of the caller's plan stay right in them, also where another thread replaces the tier's tensors meanwhile.
+        The rows of the caller's plan stay valid in them, even if another thread replaces the tier's tensors during the block.
         """
         stream: Any = current_stream(self.device)
         weights = self.weights
@@ -143,9 +143,9 @@ class DeviceTier:
             yield weights
 
     def writing(self, slots: SlotIds | None = None) -> AbstractContextManager[None]:
-        """Change rows meanwhile on the caller's stream, which waits for what uses them on others.
+        """Writes rows in the block on the caller's stream, after pending reads and writes of other streams.
 
-        `slots`: those that change, [n], where -1 is none; None for all.
+        `slots`: the slots that change, [n], where -1 stands for none; None for all.
         """
         stream = current_stream(self.device)
         if stream is not None:
@@ -154,7 +154,7 @@ class DeviceTier:
         return self._stream_order.writing(stream, slots)
 
     def ensure_capacity(self, slots: int) -> None:
-        """Hold at least `slots` rows; those that are there keep their slots. On an error the tensors stay what they were."""
+        """Grows the tier to at least `slots` rows; existing rows keep their slots. On an error the tensors are unchanged."""
         more = slots - self.weights.shape[0]
         if more <= 0:
             return
@@ -166,15 +166,15 @@ class DeviceTier:
         self.weights, self.vector_slots, self.scalars = weights, vector_slots, scalars
 
     def _record_stream(self, stream: Any) -> None:
-        """Tell torch's allocator that a stream uses the tensors: their memory is not given away before that is done."""
+        """Records in torch's allocator that a stream uses the tensors, so that their memory is not reused too early."""
         for part in (self.weights, *self.vector_slots, *([self.scalars] if self.scalars is not None else [])):
             part.record_stream(stream)
 
     def gather(self, slots: NDArray[np.int64]) -> GatheredRows:
-        """The rows of cache slots [n], for the core. Their scalars are zeros where there is no scalar slot.
+        """Returns the rows of cache slots [n] for the native extension. Scalars are zeros if there is no scalar slot.
 
-        The copies leave the device on a stream of their own, which waits for those alone who wrote these slots. The CPU waits for
-        the copies. Raises `MemoryError` where torch has no memory.
+        The copies run on a separate stream, which waits only for the writers of these slots. The CPU waits for the copies. Raises
+        `MemoryError` if torch cannot allocate memory.
         """
         side = transfer_streams(self.device)
         down = side.to_host if side is not None else None
@@ -194,10 +194,10 @@ class DeviceTier:
             raise
 
     def staging_buffer(self, rows: int) -> Tensor | None:
-        """Memory [n, V] for the vectors of about so many rows on their way here; None for no rows. The core writes them there.
+        """Returns host memory [n, V] in which the native extension stages the vectors of about `rows` rows; None for no rows.
 
-        n is `rows`, or `capacity` where that is less: mostly no more come at once, and where they do the core has memory of its
-        own. The device copies from this by itself, where it can. Raises torch's error where there is no memory.
+        n is `rows` or `capacity`, whichever is less. If more rows arrive at once, which is rare, the native extension allocates its
+        own memory. The device copies from this memory asynchronously, if it can. Raises torch's error if allocation fails.
         """
         rows = min(rows, self.capacity)
         if rows == 0:
@@ -206,9 +206,9 @@ class DeviceTier:
         return staging_empty((rows, floats), torch.float32, self.device)
 
     def scatter(self, fetched_rows: FetchedRows, staging: Tensor | None) -> None:
-        """Put the rows that a plan fetched, with this memory for their vectors, into their cache slots.
+        """Writes the rows that a plan fetched into their cache slots; `staging` contains their vectors.
 
-        They come to the device on a stream of their own. It waits for those who used these slots, and who reads rows waits for it.
+        The copies run on a separate stream. It waits for users of these slots, and readers of the rows wait for it.
         """
         count = len(fetched_rows.slots)
         if count == 0:
@@ -227,13 +227,13 @@ class DeviceTier:
             self._mover.scatter(self, torch.from_numpy(fetched_rows.slots), vectors, scalars)
 
     def arrays(self) -> DeviceArrays:
-        """The tensors as numpy arrays of the same memory, for the core's kernels on the CPU."""
+        """Returns the tensors as numpy arrays that share their memory, for the native kernels on the CPU."""
         scalars = self.scalars.numpy() if self.scalars is not None else None
         return _native.DeviceArrays(self.weights.numpy(), [slot.numpy() for slot in self.vector_slots], scalars)
 
 
 def place_rows(plan: Plan, tiers: Sequence[DeviceTier | None]) -> None:
-    """Bring the rows of a plan into their slots; call this within `Plan.exclusively`. `tiers` has one for each table, or None."""
+    """Loads the rows of a plan into their slots. Call it within `Plan.run_exclusively`. `tiers` has an entry or None per table."""
     most = plan.max_arriving_rows()
     staging = [tier.staging_buffer(rows) if tier is not None else None for tier, rows in zip(tiers, most, strict=True)]
     lent = [memory.numpy() if memory is not None else None for memory in staging]

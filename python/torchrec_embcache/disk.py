@@ -1,4 +1,4 @@
-"""What people are told of the disk below SSD tiers: room that is missing, files that nobody reads, and how files are read."""
+"""Warnings about SSD directories: free space, unused files, superseded shards. Also logs how tables are opened."""
 
 import logging
 import os
@@ -19,19 +19,19 @@ _SHARD = re.compile(r"(\d{1,7})-of-(\d{1,7})")
 
 
 class SsdTableInfo(Protocol):
-    """What is asked of an open table here."""
+    """The attributes of an open table that this module reads."""
 
     name: str
     tiers: TierBudgets
     rank: int
     world_size: int
     is_sharded: bool
-    """Whether other ranks have the rest of the table's buckets."""
+    """True if other ranks own the remaining buckets of the table."""
 
     def __len__(self) -> int: ...
 
     def step(self) -> int:
-        """How many steps it was trained."""
+        """Returns the number of training steps."""
 
     @property
     def directory(self) -> str | None:
@@ -39,16 +39,17 @@ class SsdTableInfo(Protocol):
 
     @property
     def ssd_bytes_held(self) -> int:
-        """How many bytes its files have."""
+        """Size of its files in bytes."""
 
 
 def check_opened_table(table: SsdTableInfo, tables: Sequence[SsdTableInfo], *, resumed: int | None) -> bool:
-    """Say what people should know of a table that was just opened, and remove files of runs with another number of ranks.
+    """Logs and warns about a table that was just opened, and removes files of runs with another number of ranks.
 
-    `tables` are all open ones with an SSD tier, this one included. `resumed` is the token of the state that the table resumed.
+    `tables` are all open tables with an SSD tier, including this one. `resumed` is the commit id of the state that the table
+    resumed.
 
-    The files are removed with `reopen="discard"`. With "auto" they are removed if the state that was resumed has the whole table.
-    Returns True where they stay for now, and `remove_superseded` is to remove them after a flush.
+    The files are removed with `reopen="discard"`. With "auto" they are removed if the resumed state contains the entire table.
+    Returns True if they are kept until a flush, after which `remove_superseded` is to remove them.
     """
     _log_opened(table, resumed=resumed is not None)
     if table.directory is None:
@@ -61,9 +62,10 @@ def check_opened_table(table: SsdTableInfo, tables: Sequence[SsdTableInfo], *, r
 
 
 def remove_superseded(table: SsdTableInfo, *, by_all_ranks: bool) -> bool:
-    """After a flush, remove the files of runs with another number of ranks. Until then a crash leaves their rows to be resumed.
+    """After a flush, removes the files of runs with another number of ranks. Until then their rows can be resumed after a crash.
 
-    Returns True where the flush was of this shard alone and other ranks have the rest of the table: this is to be called again.
+    Returns True if only this shard was flushed and other ranks own the rest of the table: call this function again after the next
+    flush.
     """
     if table.directory is None or (table.is_sharded and not by_all_ranks):
         return True
@@ -82,16 +84,16 @@ def _log_opened(table: SsdTableInfo, *, resumed: bool) -> None:
         _log.info("table %r: opened without rows, with %s", table.name, table.tiers.describe())
 
 
-# Roots that a warning was given for.
+# Roots for which a warning was issued.
 _warned_roots: set[str] = set()
 
 
 def _warn_of_space(ssd_dir: str, tables: Sequence[SsdTableInfo]) -> None:
-    """Warn once of a root (`ssd_dir`) whose file system has less room than the budgets of the open tables on it may still take."""
+    """Warns once per root (`ssd_dir`) if its file system has less free space than the open tables' budgets on it still allow."""
     try:
         device, system = os.stat(ssd_dir).st_dev, os.statvfs(ssd_dir)
     except OSError:
-        return  # opening the table raises what is wrong
+        return  # opening the table raises the error
     free = system.f_bavail * system.f_frsize
     if ssd_dir in _warned_roots:
         return
@@ -102,7 +104,7 @@ def _warn_of_space(ssd_dir: str, tables: Sequence[SsdTableInfo]) -> None:
                 bytes_held = table.ssd_bytes_held
                 budgets, held = budgets + table.tiers.ssd, held + bytes_held
         except (OSError, EmbCacheError):
-            pass  # it is closed, unusable or without its directory, which its own use raises
+            pass  # closed, unusable or without its directory; using the table raises the error
     if budgets - held <= free:
         return
     _warned_roots.add(ssd_dir)
@@ -116,7 +118,7 @@ def _warn_of_space(ssd_dir: str, tables: Sequence[SsdTableInfo]) -> None:
 
 
 def log_unflushed(directory: str) -> None:
-    """Say that the files of a shard, if there are any, are removed because no flush in them can be resumed."""
+    """Logs that the files of a shard, if any, are removed because they contain no flush that can be resumed."""
     files = [name for name in os.listdir(directory) if name != "lock"] if os.path.isdir(directory) else []
     if files:
         _log.warning(
@@ -128,12 +130,12 @@ def log_unflushed(directory: str) -> None:
 
 
 def _check_other_shards(table: SsdTableInfo, directory: str, *, remove: bool, log: bool = True) -> bool:
-    """Say which files other runs left beside a shard's `directory`. With `remove`, remove those of another number of ranks.
+    """Reports files that other runs left next to a shard's `directory`. With `remove`, removes those of another number of ranks.
 
-    Returns whether files of another number of ranks are left for a flush to remove.
+    Returns True if files of another number of ranks are left for a flush to remove.
 
-    Each rank looks after a part of those directories, and the only rank of a table after all of them. Directories that another
-    process has open stay, and so do those that hold other files than a table's.
+    Each rank handles a part of these directories, and the only rank of a table handles all of them. Directories that another
+    process has open are kept, and also directories that contain other files than a table's.
     """
     parent, own = os.path.split(directory)
     only_rank = not table.is_sharded
@@ -171,7 +173,7 @@ def _check_other_shards(table: SsdTableInfo, directory: str, *, remove: bool, lo
 
 
 def _shard_names(parent: str) -> list[str]:
-    """The names of the directories of one table's shards."""
+    """Returns the names of the directories of one table's shards."""
     try:
         with os.scandir(parent) as entries:
             return [

@@ -1,10 +1,10 @@
-"""Which rows leave a table, and when.
+"""Eviction rules and policies.
 
-Without eviction a row stays until it is removed, or until a full table with `on_full="evict"` drops it. With a `Policy` rows
-also leave in *sweeps*. What a sweep after training step s takes follows from the rows (when they were trained last, their
-scores, their weights), from s, with `Ttl(seconds=...)` from the times of steps, and from nothing else. So the same rows leave
-whatever the budgets, the number of ranks and threads, and however far ahead batches are prefetched. A row that left is missing:
-it reads as an id without a row, and is born again when it is trained again.
+Without a policy a row stays until it is removed, or until a full table with `on_full="evict"` drops it. With a `Policy`, rows are
+also evicted in *sweeps*. The rows evicted by a sweep after training step s depend only on the rows (their last training steps,
+scores and weights), on s and, with `Ttl(seconds=...)`, on the times of steps. The result is therefore the same for any budgets, any
+number of ranks and threads, and any prefetch depth. The id of an evicted row is missing: it reads as an id without a row, and its
+row is initialized again when the id is trained again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MIN_FLOAT32 = 1.401298464324817e-45
 
 
 class Rule(ABC):
-    """Base of the rules that say which rows a sweep takes.
+    """Base class of the rules that select the rows of a sweep.
 
     Examples:
         >>> from torchrec_embcache import eviction
@@ -42,34 +42,34 @@ class Rule(ABC):
 
     @abstractmethod
     def native(self) -> _native.SweepRule:
-        """As the core takes it when a table is made.
+        """Returns the native form for creating a table.
 
-        Where `is_collective` that is `SweepRule.per_sweep()`, and `resolve` gives what a sweep takes.
+        If `is_collective`, this is `SweepRule.per_sweep()`, and `resolve` returns the rule of each sweep.
         """
 
     @property
     def is_collective(self) -> bool:
-        """Whether the ranks that share a table have to agree, at each sweep, on what this takes."""
+        """True if the ranks that share a table have to agree at each sweep on the rows that match."""
         return False
 
     @property
     def needs_clock(self) -> bool:
-        """Whether this needs the times of a table's steps."""
+        """True if the rule needs the times of a table's steps."""
         return False
 
     def resolve(self, inputs: SweepInputs) -> _native.SweepRule:
-        """What this takes in one sweep, the same on all ranks. Collective where `is_collective`; see `SweepInputs`."""
+        """Returns the native rule of one sweep, equal on all ranks. Collective if `is_collective`; see `SweepInputs`."""
         del inputs
         return self.native()
 
     @property
     def kind(self) -> str:
-        """Rules of one kind measure the same. Of two of them, side by side, one decides alone."""
+        """Rules of the same kind evaluate the same property. In one list only one of them could have an effect."""
         return type(self).__name__
 
 
 def _check_positive(field: str, value: object, maximum: float) -> float:
-    """`value` as a float. `ConfigError` unless it is a number above 0 and at most `maximum`."""
+    """Returns `value` as a float. Raises `ConfigError` unless it is a number above 0 and at most `maximum`."""
     number = to_float(value)
     if number is None or math.isnan(number):
         raise ConfigError(f"{field}={value!r} is not a number: give an int or a float above 0")
@@ -79,7 +79,7 @@ def _check_positive(field: str, value: object, maximum: float) -> float:
 
 
 def _check_positive_float32(field: str, value: object) -> float:
-    """`value` as a float. `ConfigError` unless it is a number whose float32 is above 0 and finite."""
+    """Returns `value` as a float. Raises `ConfigError` unless it is a number whose float32 is above 0 and finite."""
     number = _check_positive(field, value, _MAX_FLOAT32)
     if np.float32(number) == 0:
         raise ConfigError(
@@ -90,24 +90,26 @@ def _check_positive_float32(field: str, value: object) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Ttl(Rule):
-    """A sweep takes the rows that were trained too long ago (their time to live is over).
+    """Evicts the rows that were last trained too long ago (time to live).
 
-    With `steps=n` a sweep after step s takes the rows whose last training step is s - n or before: those that were not trained in
+    With `steps=n` a sweep after step s evicts the rows whose last training step is s - n or earlier: those that were not trained in
     the last n steps. Rows that were imported without metadata count as trained at step 0.
 
-    With `seconds=t` a sweep at the time `now` takes the rows whose last training step was made at `now - t` or before. Time is the
-    system's, or what `torchrec_embcache.set_time` says, and a step's is the greatest of the ranks that made it. Tables keep the
-    times of their steps to the second for a minute, then to the minute, and after 31 days to the hour: by so much a row may leave
-    later, and none leaves earlier. Steps before a checkpoint that has no times count as made with the first step after the load.
+    With `seconds=t` a sweep at time T evicts the rows whose last training step was at T - t or earlier. The time is the system
+    clock, or the time set by `torchrec_embcache.set_time`; the time of a step is the maximum over the ranks that ran it. Tables
+    keep the times of steps with a resolution of one second for a minute, then one minute, and after 31 days one hour. A row may be
+    evicted later by this resolution, but never earlier. Steps before a checkpoint without times get the time of the first step
+    after the load.
 
-    Give exactly one of the two. This rule alone is no cap: a table still grows where ever more ids are trained within the time.
+    Pass exactly one of the two. This rule does not cap the size of a table: it still grows if ever more ids are trained within the
+    time.
 
     Args:
         steps: training steps, from 1 to 2^53.
-        seconds: more than 0, and at most 2^53. Thousandths count.
+        seconds: more than 0, and at most 2^53, with millisecond resolution.
 
     Raises:
-        ConfigError: a value is out of range, or not exactly one of both is given.
+        ConfigError: a value is out of range, or not exactly one of the two is set.
 
     Examples:
         >>> from torchrec_embcache import eviction
@@ -127,7 +129,7 @@ class Ttl(Rule):
             _check_positive("Ttl.seconds", self.seconds, _MAX_STEPS)
 
     def native(self) -> _native.SweepRule:
-        """As the core takes it. With `seconds` the step is found at each sweep."""
+        """Returns the native form. With `seconds` the step is determined at each sweep."""
         return (
             _native.SweepRule.per_sweep(needs_clock=True)
             if self.steps is None
@@ -136,16 +138,16 @@ class Ttl(Rule):
 
     @property
     def is_collective(self) -> bool:
-        """With `seconds`: clocks differ, and so do the steps that they say."""
+        """True with `seconds`: clocks differ between ranks, and so do the steps derived from them."""
         return self.seconds is not None
 
     @property
     def needs_clock(self) -> bool:
-        """With `seconds`."""
+        """True with `seconds`."""
         return self.seconds is not None
 
     def resolve(self, inputs: SweepInputs) -> _native.SweepRule:
-        """What a sweep of now takes. With `seconds`, where it is collective: rows of steps that are old enough by all clocks."""
+        """Returns the rule of one sweep. With `seconds` (collective), rows match if they are old enough by every rank's clock."""
         if self.seconds is None:
             return self.native()
         table = inputs.table
@@ -153,7 +155,7 @@ class Ttl(Rule):
         cut = now - max(1, round(float(self.seconds) * 1000))
 
         def local_step() -> int | None:
-            # A rank that has no rows of the table has no say; -1: no step is known to be so old.
+            # None: a rank without rows of the table has no vote. -1: no step is known to be old enough.
             if table is None:
                 return None
             step = table.step_at(cut) if cut >= 0 else None
@@ -164,16 +166,17 @@ class Ttl(Rule):
 
     @property
     def kind(self) -> str:
-        """Its name, and what it counts in."""
+        """The name and the unit."""
         return "Ttl(steps)" if self.steps is not None else "Ttl(seconds)"
 
 
 @dataclass(frozen=True)
 class Score(Rule):
-    """A sweep takes the rows whose score is below a bound.
+    """Evicts the rows whose score is below a bound.
 
-    The score of a row is the sum of its occurrences in training, and halves over `score_half_life_steps` (a setting of the table)
-    in which it is not used. Rows that were imported without metadata have the score 0, so the first sweep takes them.
+    The score of a row is the decayed sum of its occurrences in training. It halves every `score_half_life_steps` steps (a setting
+    of the table) in which the row is not used. Rows that were imported without metadata have score 0, so the first sweep evicts
+    them.
 
     Args:
         below: in occurrences; more than 0, and a float32.
@@ -193,13 +196,13 @@ class Score(Rule):
         _check_positive_float32("Score.below", self.below)
 
     def native(self) -> _native.SweepRule:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.SweepRule.score(float(self.below))
 
 
 @dataclass(frozen=True)
 class L2Norm(Rule):
-    """A sweep takes the rows whose weights have an L2 norm below a bound. It is computed in float64, column after column.
+    """Evicts the rows whose weights have an L2 norm below a bound. The norm is computed in float64, column by column.
 
     Args:
         below: in the unit of the weights; more than 0, and a float32.
@@ -219,20 +222,20 @@ class L2Norm(Rule):
         _check_positive_float32("L2Norm.below", self.below)
 
     def native(self) -> _native.SweepRule:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.SweepRule.l2_norm(float(self.below))
 
 
 @dataclass(frozen=True)
 class Keep(LowestRowsRule, Rule):
-    """A sweep takes the rows of the lowest scores, until `rows` are left in the whole table, all its shards together.
+    """Evicts the rows with the lowest scores until `rows` rows remain in the entire table, all shards together.
 
-    Scores are those of `Score`. Of rows with equal scores those go first that were trained last longest ago, and then those with
-    the lowest ids, as uint64. Between two sweeps a table may have more rows.
+    Scores are those of `Score`. Ties are broken by the last training step, oldest first, and then by id as uint64, lowest first.
+    Between two sweeps a table may have more rows.
 
     Args:
-        rows: how many stay, from 1. A batch has fewer distinct ids: a sweep raises `ConfigError` where more rows than this were
-            trained in the step before it, and takes none.
+        rows: number of rows to keep, from 1. It must not be less than the number of distinct ids of a batch: if more rows were
+            trained in the step before a sweep, the sweep raises `ConfigError` and evicts no rows.
 
     Raises:
         ConfigError: `rows` is out of range.
@@ -249,11 +252,11 @@ class Keep(LowestRowsRule, Rule):
         check_int("Keep.rows", self.rows, 1, _MAX_ROWS)
 
     def count_to_evict(self, rows: TableRowCounts) -> int:
-        """All but `rows`."""
+        """Returns the number of rows in excess of `rows`."""
         return max(0, rows.rows - self.rows)
 
     def count_to_evict_alone(self, rows: TableRowCounts) -> int:
-        """As `lowest`, where no other rule spares rows. `ConfigError` where the last batch alone has more rows than stay."""
+        """Like `count_to_evict`, for a rule outside of `All`. Raises `ConfigError` if the last batch has more rows than `rows`."""
         if rows.newest > self.rows:
             raise ConfigError(
                 f"{self!r} keeps fewer rows than one batch trains: the step before the sweep trained {rows.newest} rows. Keep more "
@@ -264,10 +267,10 @@ class Keep(LowestRowsRule, Rule):
 
 @dataclass(frozen=True)
 class Share(LowestRowsRule, Rule):
-    """A sweep takes this share of the rows of the whole table: those of the lowest scores, in the order of `Keep`.
+    """Evicts a fraction of the rows of the entire table: those with the lowest scores, in the order of `Keep`.
 
-    Of N rows it takes the share times N, rounded down; both are taken exactly. A second sweep takes none where nothing has changed
-    since the one before.
+    It evicts exactly floor(fraction * N) of N rows. A second sweep evicts none if the table has not changed since the previous
+    sweep.
 
     Args:
         fraction: more than 0 and less than 1.
@@ -278,29 +281,29 @@ class Share(LowestRowsRule, Rule):
     Examples:
         >>> from torchrec_embcache import eviction
         >>> eviction.Share(0.1)
-        Share(share=0.1)
+        Share(fraction=0.1)
     """
 
     fraction: float
 
     def __post_init__(self) -> None:
-        if _check_positive("Share.share", self.fraction, 1.0) == 1:
-            raise ConfigError(f"Share.share={self.fraction!r} takes every row: give less than 1")
+        if _check_positive("Share.fraction", self.fraction, 1.0) == 1:
+            raise ConfigError(f"Share.fraction={self.fraction!r} takes every row: give less than 1")
 
     def count_to_evict(self, rows: TableRowCounts) -> int:
-        """The share of the rows, rounded down; none where a sweep has taken it."""
+        """Returns the fraction of the rows, rounded down; 0 if the table is unchanged since a sweep."""
         return 0 if rows.is_swept else math.floor(Fraction(float(self.fraction)) * rows.rows)
 
 
 @dataclass(frozen=True)
 class All(Rule):
-    """A sweep takes the rows that every one of these rules takes.
+    """Evicts the rows that match all of these rules.
 
     Args:
         rules: two or more, of different kinds.
 
     Raises:
-        ConfigError: there are fewer than two rules, one is no rule or is an `All` itself, or two contradict each other.
+        ConfigError: there are fewer than two rules, one is not a rule or is itself an `All`, or two contradict each other.
 
     Examples:
         >>> from torchrec_embcache import eviction
@@ -318,26 +321,26 @@ class All(Rule):
             raise ConfigError(f"All({list(self.rules)!r}) is one rule: give that rule itself, or two of them")
 
     def native(self) -> _native.SweepRule:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.SweepRule.all([rule.native() for rule in self.rules])
 
     @property
     def is_collective(self) -> bool:
-        """Whether one of the rules is."""
+        """True if one of the rules is collective."""
         return any(rule.is_collective for rule in self.rules)
 
     @property
     def needs_clock(self) -> bool:
-        """Whether one of the rules is."""
+        """True if one of the rules needs the clock."""
         return any(rule.needs_clock for rule in self.rules)
 
     def resolve(self, inputs: SweepInputs) -> _native.SweepRule:
-        """What all of the rules take. Collective where one of them is agreed on."""
+        """Returns the conjunction of the resolved rules. Collective if one of the rules is."""
         return _native.SweepRule.all([rule.resolve(inputs) for rule in self.rules])
 
 
 def _check_rules(owner: str, rules: object) -> tuple[Rule, ...]:
-    """`rules` as a tuple. `ConfigError` where they are no rules, none at all, or two contradict each other."""
+    """Returns `rules` as a tuple. Raises `ConfigError` if it is not a list of rules, is empty, or has contradicting rules."""
     if isinstance(rules, str) or not isinstance(rules, Sequence) or not rules:
         raise ConfigError(f"{owner}.rules={rules!r}: give a list of rules, such as [Ttl(steps=100_000)]")
     for rule in rules:
@@ -364,16 +367,16 @@ def _check_rules(owner: str, rules: object) -> tuple[Rule, ...]:
 
 @dataclass(frozen=True)
 class Policy:
-    """Which rows a table's sweeps take, and when it is swept.
+    """A table's eviction rules and the schedule of its sweeps.
 
-    A sweep takes the rows that any of `rules` takes.
+    A sweep evicts the rows that match any of `rules`.
 
     Args:
         rules: one or more, of different kinds: `Ttl`, `Score`, `L2Norm`, `Keep`, `Share` and `All`.
-        every_steps: sweep after each training step whose number is a multiple of this, from 1 to 2^53. None: at saves, and when
-            `torchrec_embcache.evict(model)` is called, which can be done in either case.
-        at_least_rows: no rule takes any of so many rows of the whole table: those of the highest scores, in the order of `Keep`.
-            Where the table has no more rows than that, a sweep takes none.
+        every_steps: runs a sweep after each training step whose number is a multiple of this, from 1 to 2^53. None: at saves only.
+            In both cases `torchrec_embcache.evict(model)` runs a sweep, too.
+        at_least_rows: protects this many rows of the entire table from all rules: those with the highest scores, in the order of
+            `Keep`. A sweep of a table with at most this many rows evicts none.
 
     Raises:
         ConfigError: a value is out of range, or two settings contradict each other.
@@ -402,39 +405,40 @@ class Policy:
 
     @property
     def at_saves(self) -> bool:
-        """Whether a save sweeps before it writes."""
+        """True if a save runs a sweep before it writes."""
         return self.every_steps is None
 
     def native(self) -> _native.SweepRule:
-        """The rules as the core takes them when a table is made."""
+        """Returns the native form of the rules for creating a table."""
         if self.is_collective:
             return _native.SweepRule.per_sweep(needs_clock=self.needs_clock)
         return _native.SweepRule.any([rule.native() for rule in self.rules])
 
     @property
     def is_collective(self) -> bool:
-        """Whether the ranks that share a table have to agree, at each sweep, on what leaves."""
+        """True if the ranks that share a table have to agree at each sweep on the rows to evict."""
         return self.at_least_rows > 0 or any(rule.is_collective for rule in self.rules)
 
     @property
     def has_fraction_rule(self) -> bool:
-        """Whether a sweep of the rows that a sweep left would take more of them."""
+        """True if a second sweep would evict more rows."""
         return any(isinstance(rule, Share) for rule in self._lowest_rows_rules())
 
     def _lowest_rows_rules(self) -> list[LowestRowsRule]:
-        """The rules that take a number of rows, also those of `All`."""
+        """Returns the rules that evict a number of the lowest rows, including those within `All`."""
         each = [one for rule in self.rules for one in (rule.rules if isinstance(rule, All) else [rule])]
         return [rule for rule in each if isinstance(rule, LowestRowsRule)]
 
     @property
     def needs_clock(self) -> bool:
-        """Whether a rule needs the times of a table's steps."""
+        """True if a rule needs the times of a table's steps."""
         return any(rule.needs_clock for rule in self.rules)
 
     def resolve(self, inputs: SweepInputs) -> _native.SweepRule:
-        """What one sweep takes, the same on all ranks. Collective where `is_collective`.
+        """Returns the native rule of one sweep, equal on all ranks. Collective if `is_collective`.
 
-        Raises on every rank what rules and cuts raise, and ConfigError where `Keep` keeps fewer rows than a batch trains.
+        Raises, on every rank, the errors of rules and of `find_thresholds`, and ConfigError if `Keep` keeps fewer rows than a batch
+        trains.
         """
         ordered = self._lowest_rows_rules()
         wanted: list[EvictCountFn] = [

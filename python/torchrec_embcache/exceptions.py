@@ -1,7 +1,7 @@
-"""Every error and warning of the package.
+"""All errors and warnings of the package.
 
-Errors derive from `EmbCacheError` and from the built-in exception that fits, so that code which does not know this package catches
-them, too. A message names the field or argument, its value, and what to do.
+Errors derive from `EmbCacheError` and from the built-in exception that fits, so that code without knowledge of this package can
+catch them. A message names the field or argument, its value and the remedy.
 """
 
 from typing import Any
@@ -31,9 +31,9 @@ __all__ = [
 
 
 class EmbCacheError(Exception):
-    """Base of all errors of the package.
+    """Base class of all errors of the package.
 
-    `errno`, a number of the module `errno`, and `filename` are set where the operating system reported the error, else None.
+    `errno` (a number of the module `errno`) and `filename` are set if the operating system reported the error, else None.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheError, TierBudgets
@@ -77,7 +77,7 @@ class ConfigError(EmbCacheError, ValueError):
 
 
 class EvictionHookError(EmbCacheError, RuntimeError):
-    """`on_evict` raised. On the rank where it did, its own exception is the `__cause__` of this one.
+    """`on_evict` raised. On the rank where it did, `__cause__` is its exception.
 
     Examples:
         >>> import torch
@@ -113,7 +113,7 @@ class InputError(EmbCacheError, ValueError):
 
 
 class CapacityError(EmbCacheError, RuntimeError):
-    """The last tier is full, so that a row fits no budget. Nothing is lost.
+    """The last tier is full, so that a row does not fit. No rows are lost.
 
     Examples:
         >>> import torch
@@ -128,7 +128,7 @@ class CapacityError(EmbCacheError, RuntimeError):
 
 
 class HostMemoryError(EmbCacheError, MemoryError):
-    """The system refuses memory. Nothing has changed: the rows are as the steps before left them.
+    """Host memory allocation failed. Nothing has changed: the rows are as the previous steps left them.
 
     Examples:
         >>> import resource
@@ -145,9 +145,9 @@ class HostMemoryError(EmbCacheError, MemoryError):
 
 
 class DeviceMemoryError(EmbCacheError, torch.OutOfMemoryError, MemoryError):
-    """The device of a table has no memory for a step, or for rows that leave it. Tables are as before, or refuse all use.
+    """The device of a table has no memory for a step, or for rows that move off it. Tables are unchanged or poisoned.
 
-    The device may be the CPU. This is torch's own error and Python's, too, for code that knows these alone.
+    The device may be the CPU. The class also derives from torch's error and from Python's, for code that catches only these.
 
     Examples:
         >>> import torch
@@ -158,7 +158,7 @@ class DeviceMemoryError(EmbCacheError, torch.OutOfMemoryError, MemoryError):
 
 
 class CorruptionError(EmbCacheError, OSError):
-    """Bytes from disk are not what was written. The message says the path, the offset, what was expected and what was found.
+    """Data read from disk is corrupted. The message contains the path, the offset, and the expected and actual values.
 
     Examples:
         >>> from pathlib import Path
@@ -179,7 +179,7 @@ class CorruptionError(EmbCacheError, OSError):
 
 
 class StorageError(EmbCacheError, OSError):
-    """An operation on a file failed. `errno` says how.
+    """A file operation failed; see `errno`.
 
     Examples:
         >>> from pathlib import Path
@@ -198,8 +198,10 @@ class StorageError(EmbCacheError, OSError):
 
 
 class PathError(EmbCacheError, ValueError):
-    """A path is refused: it is not there or too long, has a scheme such as "s3://", or has a symbolic link, a sensitive word or a
-    system directory in it.
+    """A path is rejected.
+
+    It does not exist or is too long, has a scheme such as "s3://", or contains a symbolic link, a sensitive word or a system
+    directory.
 
     Examples:
         >>> from torchrec_embcache import TierBudgets
@@ -227,7 +229,7 @@ class StoragePermissionError(EmbCacheError, PermissionError):
 
 
 class InUseError(EmbCacheError, OSError):
-    """Another process or table holds the directory.
+    """Another process or table uses the directory.
 
     Examples:
         >>> import os
@@ -244,7 +246,7 @@ class InUseError(EmbCacheError, OSError):
 
 
 class StaleError(EmbCacheError, RuntimeError):
-    """What is served was published longer ago than `max_staleness_seconds` allows, and `on_stale` is "raise".
+    """The served checkpoint is older than `max_staleness_seconds` allows, and `on_stale` is "raise".
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -262,7 +264,7 @@ class StaleError(EmbCacheError, RuntimeError):
 
 
 class StateError(EmbCacheError, RuntimeError):
-    """The call does not fit the state of the object: it is closed or used up, has rows in use, or is another process's.
+    """The call does not fit the object's state: it is closed or consumed, has rows in use, or belongs to another process.
 
     Examples:
         >>> import torch
@@ -295,7 +297,7 @@ class MismatchError(EmbCacheError, ValueError):
 
 
 class ReadOnlyError(StorageError):
-    """A write failed before, so that the SSD tier only reads until it is opened again. Its rows can still be saved elsewhere.
+    """A previous write failed, and the SSD tier is read-only until it is opened again. Its rows can still be saved elsewhere.
 
     Examples:
         >>> import os, resource, torch
@@ -317,7 +319,7 @@ class ReadOnlyError(StorageError):
 
 
 class UnsupportedError(EmbCacheError, NotImplementedError):
-    """The call asks for something that is not supported.
+    """The requested operation is not supported.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
@@ -330,7 +332,7 @@ class UnsupportedError(EmbCacheError, NotImplementedError):
 
 
 class EmbCacheWarning(UserWarning):
-    """Something works slower or otherwise than asked for. The message says what to change.
+    """An operation is slower or behaves differently than requested. The message contains the remedy.
 
     Examples:
         >>> import torch, warnings

@@ -1,4 +1,4 @@
-"""A flush of several tables: each is flushed under one token, and then `publish` marks the token as complete."""
+"""Flushes several tables as one state: flushes each under one commit id, then records the commit id as complete."""
 
 import logging
 import time
@@ -20,48 +20,49 @@ T = TypeVar("T")
 
 
 class FlushableTable(Protocol):
-    """What is asked here of a table with an SSD tier."""
+    """The operations of a table with an SSD tier that this module uses."""
 
     name: str
     tiers: TierBudgets
 
     def open(self) -> None:
-        """Open the table; harmless twice."""
+        """Opens the table. Idempotent."""
 
     def __len__(self) -> int: ...
 
     @property
     def flush_lock(self) -> AbstractContextManager[Any]:
-        """Held from the choice of a flush's token until its state is published."""
+        """Lock held from the choice of a flush's commit id until its state is committed."""
 
     def commit_ids(self) -> list[int]:
-        """Tokens of the states in its directory, oldest first."""
+        """Returns the commit ids of the states in its directory, oldest first."""
 
     def known_commit_ids(self) -> list[int]:
-        """These, and tokens of states that it had. A new token is larger than all of them."""
+        """Returns these commit ids and those of its former states. A new commit id is larger than all of them."""
 
     def flush_with_commit_id(self, commit_id: int | None) -> int:
-        """Publish a state under `commit_id`. Returns the version of the rows that it has."""
+        """Commits a state under `commit_id`. Returns its row version."""
 
     def mark_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
-        """Note that a resume finds the rows of this version; `by_all_ranks`: the rows of every rank."""
+        """Records that a resume finds the rows of this version; `by_all_ranks`: the rows of every rank."""
 
 
 def flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool = False) -> None:
-    """Write every dirty row of `tables`, which have an SSD tier, and publish them as one state.
+    """Writes every dirty row of `tables`, which have an SSD tier, and commits them as one state.
 
-    Collective: the tables of all ranks become one state. With `single_rank` this rank asks no other. `StorageError` is raised on
-    every rank when one cannot write, and a resume then takes the state before. Threads that flush the same tables take turns.
+    Collective: the tables of all ranks form one state. With `single_rank` this rank commits on its own. If one rank cannot write,
+    `StorageError` is raised on every rank, and a resume finds the previous state. Concurrent flushes of the same tables run one
+    after another.
     """
     with ExitStack() as held:
-        # In the same order in every thread, so that no two wait for each other.
+        # In the same order in every thread, to prevent a deadlock.
         for table in sorted(tables, key=id):
             held.enter_context(table.flush_lock)
         _flush_tables(tables, single_rank=single_rank)
 
 
 def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> None:
-    """Do as `flush_tables`. The caller holds `flushing` of each table."""
+    """Implements `flush_tables`. The caller holds `flush_lock` of each table."""
     began = time.monotonic()
     gather: Callable[[T], list[T]] = _values_of_single_rank if single_rank else all_gather
     agree: Callable[[Callable[[], T]], T] = _run_single_rank if single_rank else run_on_all_ranks
@@ -80,15 +81,15 @@ def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> Non
         known.extend(publish.commit_ids_of_roots(commit_roots()))
 
     agree(read_known_ids)
-    # The roots are looked at again: where two ranks name a new root at the same time, both see both names, and agree.
+    # Read again: if two ranks name a new root at the same time, both then see both names, and agree.
     everyone = gather(agree(commit_roots))
     token = publish.new_commit_id(token for tokens in gather(known) for token in tokens)
-    # The token of each rank is a random step ahead. All take the largest.
+    # Each rank's commit id is a random step ahead. All ranks take the largest.
     token = max(gather(token))
     marks = agree(lambda: publish.commit_participants(me, everyone))
 
     def for_each(work: Callable[[T], object], of: Iterable[T]) -> None:
-        """Do `work` for each of `of`. No rank goes on before all have done it."""
+        """Calls `work` for each of `of`. No rank continues before all have finished."""
 
         def all_of_them() -> None:
             for one in of:
@@ -98,7 +99,7 @@ def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> Non
 
     coordinators = {mark.coordinator for others in gather(marks) for mark in others}
     if len(coordinators) > 1:
-        # Agreed on, because a warning may be made an error.
+        # Collective, because a warning may be turned into an error.
         agree(lambda: _warn_of_coordinators(sorted(root.path for root, _ in coordinators)) if me == 0 else None)
     versions: list[int] = []
     for_each(lambda table: versions.append(table.flush_with_commit_id(token)), tables)

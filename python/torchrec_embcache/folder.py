@@ -1,4 +1,4 @@
-"""A directory worked in by its descriptor, for files that are no checkpoints of ours: what `convert` writes, and Megatron's."""
+"""Directories accessed by file descriptor, for files of other formats: output of `convert`, and Megatron's files."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ __all__ = ["DirectoryHandle", "sync", "write_at"]
 
 @contextlib.contextmanager
 def _convert_os_errors(action: str, path: str) -> Iterator[None]:
-    """Raise errors of the system as typed ones, with what was done to what."""
+    """Converts OS errors to typed ones, which state the action and the path."""
     try:
         yield
     except OSError as cause:
@@ -38,10 +38,10 @@ def _convert_os_errors(action: str, path: str) -> Iterator[None]:
 
 
 class DirectoryHandle:
-    """A directory held by its descriptor.
+    """A directory held by its file descriptor.
 
-    What lies below it is opened from there and never through a link. So whoever replaces a part of the path meanwhile does not
-    change what is read or written.
+    Files below it are opened relative to the descriptor and never through a symbolic link. Replacing a part of the path
+    concurrently therefore does not redirect reads or writes.
     """
 
     def __init__(self, path: str, fd: int) -> None:
@@ -50,7 +50,7 @@ class DirectoryHandle:
 
     @classmethod
     def open_to_save(cls, path: str) -> Self:
-        """The user's directory, checked and made when missing. `PathError`, `StoragePermissionError`."""
+        """Opens the user's directory; checks it and creates it if missing. Raises `PathError`, `StoragePermissionError`."""
         checked = open_to_save(path)
         return cls(checked.path, checked.open_descriptor())
 
@@ -61,11 +61,11 @@ class DirectoryHandle:
         os.close(self.fd)
 
     def path_of(self, name: str) -> str:
-        """The path that messages give for `name`."""
+        """Returns the path of `name` for messages."""
         return os.path.join(self.path, name)
 
     def open_subdirectory(self, name: str, *, create: bool = False) -> "DirectoryHandle":
-        """The directory `name`. With `create` it is made (mode 0750), and none may be there yet."""
+        """Opens the directory `name`. With `create` it is created (mode 0750) and must not exist."""
         with _convert_os_errors("make" if create else "open", self.path_of(name)):
             if create:
                 os.mkdir(name, 0o750, dir_fd=self.fd)
@@ -74,12 +74,12 @@ class DirectoryHandle:
             return DirectoryHandle(self.path_of(name), os.open(name, flags, dir_fd=self.fd))
 
     def list_names(self) -> list[str]:
-        """What is there, sorted."""
+        """Returns the sorted names of its entries."""
         with _convert_os_errors("list", self.path):
             return sorted(os.listdir(self.fd))
 
     def create_file(self, name: str) -> int:
-        """A new file, open to be written. A file that lay there under this name is removed."""
+        """Creates a file and opens it for writing. Replaces an existing file."""
         with _convert_os_errors("make", self.path_of(name)):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self.fd)
@@ -87,7 +87,7 @@ class DirectoryHandle:
             return os.open(name, flags, 0o640, dir_fd=self.fd)
 
     def open_file(self, name: str) -> int:
-        """A regular file, open to be read. `CorruptionError` where something else lies there."""
+        """Opens a regular file for reading. Raises `CorruptionError` if it is not a regular file."""
         path = self.path_of(name)
         with _convert_os_errors("open", path):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -99,7 +99,7 @@ class DirectoryHandle:
         return fd
 
     def write_atomically(self, name: str, data: bytes) -> None:
-        """Write a file so that after a crash it is whole: the old one or the new one."""
+        """Writes a file atomically: after a crash it has either the old or the new content."""
         temporary = f"{name}.tmp"
         fd = self.create_file(temporary)
         try:
@@ -112,12 +112,12 @@ class DirectoryHandle:
         self.sync()
 
     def sync(self) -> None:
-        """Make the entries durable."""
+        """Makes the directory entries durable."""
         with _convert_os_errors("sync the directory", self.path):
             os.fsync(self.fd)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a directory with all in it; never what a link points to."""
+        """Removes a file or a directory tree. Does not follow symbolic links."""
         with _convert_os_errors("remove", self.path_of(name)):
             if stat.S_ISDIR(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mode):
                 shutil.rmtree(name, dir_fd=self.fd)
@@ -126,13 +126,13 @@ class DirectoryHandle:
 
 
 def sync(fd: int, path: str) -> None:
-    """Make a file's data and length durable."""
+    """Makes a file's data and length durable."""
     with _convert_os_errors("sync", path):
         os.fsync(fd)
 
 
 def write_at(fd: int, path: str, offset: int, data: NDArray[np.uint8]) -> None:
-    """Write all of contiguous `data` at `offset`."""
+    """Writes all of contiguous `data` at `offset`."""
     view = memoryview(data.data)
     with _convert_os_errors("write", path):
         while len(view):

@@ -1,4 +1,4 @@
-"""What happens to a gradient before it updates rows, a check that it is to update them, and errors of a backward."""
+"""Gradient clamping, a check that a backward updates rows, and errors raised in a backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ __all__ = ["anchor_gradient", "check_backward_updates_rows", "clamp_gradient", "
 
 
 def clamp_gradient(grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
-    """`grad` with each of its parts, which have `sizes` along `dim`, clamped to [-limit, limit]. None leaves a part as it is.
+    """Returns `grad` with each part, of `sizes` along `dim`, clamped to [-limit, limit]. None leaves a part unchanged.
 
-    Each element is clamped by itself, so that the bits do not depend on threads, instruction sets or kernels. Without limits this
-    costs nothing.
+    The clamp is elementwise, so that the result is bitwise independent of threads, instruction sets and kernels. Without limits it
+    is free.
     """
     if all(limit is None for limit in limits):
         return grad
@@ -30,14 +30,14 @@ def _clamp(grad: Tensor, limit: float | None) -> Tensor:
 
 
 def check_backward_updates_rows(anchor: Any) -> None:
-    """`UnsupportedError` where a backward is asked for some gradients only, by `torch.autograd.grad` or `backward(inputs=...)`.
+    """Raises `UnsupportedError` for a partial backward, by `torch.autograd.grad` or `backward(inputs=...)`.
 
     `anchor` is the autograd node that accumulates the gradient of the lookup's anchor. `loss.backward()` runs the nodes of all
-    leaves, this one included.
+    leaves, including this one.
     """
     try:
         wanted = torch._C._will_engine_execute_node(anchor)  # noqa: SLF001 - as torch's own hooks do
-    except RuntimeError:  # the gradient of the anchor itself was asked for
+    except RuntimeError:  # the gradient of the anchor itself was requested
         wanted = False
     if not wanted:
         raise UnsupportedError(
@@ -47,10 +47,10 @@ def check_backward_updates_rows(anchor: Any) -> None:
 
 
 def anchor_gradient(anchor: Any) -> Tensor | None:
-    """The gradient that a lookup's anchor gets: zeros where hooks take it, such as those of `wandb.watch`, else None.
+    """Returns the gradient of a lookup's anchor: zeros if it has hooks, such as those of `wandb.watch`, else None.
 
-    Every hook is called, with None too. `grad` of the anchor is None after the backward, so that no dense optimizer sees it.
-    `anchor` is as in `check_backward_updates_rows`.
+    Every hook is called, also with None. `grad` of the anchor is None after the backward, so that dense optimizers ignore it.
+    `anchor` is the node of `check_backward_updates_rows`.
     """
     variable: Tensor = anchor.variable
     if not variable._backward_hooks:  # noqa: SLF001 - torch offers no other way to ask
@@ -68,13 +68,13 @@ def _autograd_engine() -> Any:
 
 
 def raise_at_end_of_backward(error: Exception) -> None:
-    """Raise `error` when the backward that is under way is through."""
+    """Raises `error` when the running backward has finished."""
     engine = _autograd_engine()
     pending = [error]
 
     def fail() -> None:
         raise pending.pop()
 
-    # Callbacks run in the order in which they are added, and those that a callback adds run last. So this one runs after DDP's,
-    # which DDP adds when its last gradient is ready.
+    # Callbacks run in the order in which they are added; callbacks added by a callback run last. This one therefore runs after
+    # DDP's, which DDP adds when its last gradient is ready.
     engine.queue_callback(lambda: engine.queue_callback(fail))

@@ -1,4 +1,4 @@
-"""Copies of a batch's tensors in RAM, where ids are read."""
+"""Copies a batch's tensors to RAM, where ids are read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["host_copies"]
 
 
 def host_copies(tensors: Sequence[Tensor], arrival_stream: Any = None) -> list[Tensor]:
-    """The tensors on the CPU. Those that are there already are not copied.
+    """Returns the tensors on the CPU. CPU tensors are not copied.
 
-    `arrival_stream` is the stream of the device on which the tensors arrived; None: the caller's. They are copied on that stream,
-    so that the CPU waits for what was queued there until now, and for nothing that other streams compute.
+    `arrival_stream` is the device stream on which the tensors arrived; None: the caller's stream. The copies run on that stream, so
+    that the CPU waits for the work queued there before this call, and not for other streams.
     """
     device = tensors[0].device
     if not has_async_copies(device) or any(tensor.device != device for tensor in tensors):

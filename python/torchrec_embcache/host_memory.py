@@ -1,4 +1,4 @@
-"""The warning of budgets in host RAM for which the machine, or the cgroup of this process, has no memory."""
+"""Warns if budgets in host RAM exceed the memory of the machine or of this process's cgroup."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ __all__ = ["HostTableInfo", "warn_if_over_memory"]
 
 
 class HostTableInfo(Protocol):
-    """The attributes of an open table that are read here."""
+    """The attributes of an open table that this module reads."""
 
     tiers: TierBudgets
     device: torch.device
@@ -29,19 +29,19 @@ class HostTableInfo(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """True if they were closed again."""
+        """True if its tiers were closed again."""
 
 
 _tables: weakref.WeakSet[HostTableInfo] = weakref.WeakSet()
 _lock = threading.Lock()
-# The budgets that the last warning named.
+# The budgets in the last warning, in bytes.
 _warned_bytes = 0
 
 
 def warn_if_over_memory(table: HostTableInfo) -> None:
-    """Warn where the budgets of all open tables, `table` included, are more than the memory that this process may use.
+    """Warns if the budgets of all open tables, including `table`, exceed the memory available to this process.
 
-    There is one warning, and another one when the budgets have doubled.
+    The warning is repeated only after the budgets have doubled.
     """
     global _warned_bytes
     with _lock:
@@ -62,14 +62,14 @@ def warn_if_over_memory(table: HostTableInfo) -> None:
 
 
 def _available_memory() -> tuple[int, str]:
-    """The memory that this process may use, and the limit that says so."""
+    """Returns the memory available to this process and the name of the limit that applies."""
     limits = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the memory of this machine")]
     limits += [(limit, "the memory limit of this process's cgroup") for limit in _cgroup_limits(Path("/"))]
     return min(limits)
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """The memory limits of this process's cgroups and of those above them, of both versions. `root` has /proc and /sys."""
+    """Yields the memory limits of this process's cgroups (v1 and v2) and their ancestors. `root` contains /proc and /sys."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -83,9 +83,9 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         else:
             continue
         group = mount / path.lstrip("/")
-        # In a container the path may be that of the host, and only the mount itself is there.
+        # In a container the path may be the host's, and only the mount itself exists.
         for directory in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # it has no limit, or is not there
+            with contextlib.suppress(OSError, ValueError):  # no limit, or no such file
                 yield int((directory / name).read_text())
             if directory == mount:
                 break

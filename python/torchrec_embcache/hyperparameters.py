@@ -1,4 +1,4 @@
-"""The numbers of an optimizer's formula, as `param_groups` has them: what is checked of them, and their order in the core."""
+"""Hyperparameters of an optimizer, as in `param_groups`: validation, and their order in the native extension."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ __all__ = [
     "restored_hyperparameters",
 ]
 
-# What a load restores: numbers that a schedule changes while training goes on. Torch's schedulers derive theirs from `initial_lr`.
+# Restored by a load: hyperparameters that a schedule changes during training. Torch's schedulers derive theirs from `initial_lr`.
 _RESTORED_NAMES = ("lr", "initial_lr", "max_gradient")
 
 
 class Hyperparameters(NamedTuple):
-    """The numbers of an update, in the order in which the core takes them. They are 0 where an optimizer does not have them."""
+    """Hyperparameters of an update, in the order of the native extension. They are 0 if an optimizer does not have them."""
 
     lr: float
     eps: float
@@ -34,10 +34,10 @@ class Hyperparameters(NamedTuple):
 
 
 def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> Hyperparameters:
-    """The numbers of a `param_groups` entry. `ConfigError` names `owner`."""
+    """Returns the validated hyperparameters of a `param_groups` entry. Raises `ConfigError`, which names `owner`."""
 
     def check_number(field: str, value: Any, below: float = math.inf, *, zero: bool = True) -> float:
-        if type(value) is float and 0 < value < below:  # nearly all are, and every step checks them
+        if type(value) is float and 0 < value < below:  # fast path of nearly all values, checked in every step
             return value
         try:
             result = float(value)
@@ -53,7 +53,7 @@ def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> Hyperparamete
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ConfigError(f"{owner}.betas={betas!r} is not a pair: give (beta1, beta2)")
     return Hyperparameters(
-        lr=check_number("lr", group.get("lr"), zero="l1" not in group),  # FTRL, which alone has l1, divides by it
+        lr=check_number("lr", group.get("lr"), zero="l1" not in group),  # FTRL, the one with l1, divides by it
         eps=check_number("eps", group.get("eps", 0.0)),
         beta1=check_number("betas[0]", betas[0], 1.0),
         beta2=check_number("betas[1]", betas[1], 1.0),
@@ -65,12 +65,12 @@ def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> Hyperparamete
 
 
 def restored_hyperparameters(saved: Mapping[str, float]) -> dict[str, float]:
-    """Those of the numbers that a checkpoint has of an optimizer that a load puts into `param_groups`."""
+    """Returns the saved hyperparameters that a load restores into `param_groups`."""
     return {name: saved[name] for name in _RESTORED_NAMES if name in saved}
 
 
 def restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, float]) -> None:
-    """Put those numbers into a `param_groups` entry. A rate that is a tensor, as for a captured step, stays that tensor."""
+    """Restores hyperparameters into a `param_groups` entry. A tensor rate, as for a captured step, is updated in place."""
     for name, value in restored_hyperparameters(saved).items():
         if isinstance(group.get(name), Tensor):
             group[name].fill_(value)
@@ -79,7 +79,7 @@ def restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, float]) -
 
 
 def check_max_gradient(owner: str, group: Mapping[str, Any]) -> float | None:
-    """`max_gradient` of a `param_groups` entry; None where it has none. `ConfigError` names `owner`."""
+    """Returns the validated `max_gradient` of a `param_groups` entry; None if unset. Raises `ConfigError`, which names `owner`."""
     limit = group.get("max_gradient")
     if limit is None:
         return None

@@ -1,7 +1,7 @@
-"""How rows are born: the first values of a row's weights.
+"""Initializers of new rows.
 
-Each initializer is a counter-based random function of (seed, table key, id, column). So a row's first values depend neither on the
-order in which ids arrive, nor on the number of ranks, threads or evictions. Optimizer slots begin at zero.
+Each initializer is a counter-based random function of (seed, table key, id, column). The initial weights of a row are therefore
+independent of the order in which ids arrive and of the number of ranks, threads and evictions. Optimizer slots start at zero.
 """
 
 import math
@@ -18,7 +18,7 @@ __all__ = ["Constant", "Initializer", "Linear", "Normal", "TruncatedNormal", "Un
 
 @dataclass(frozen=True)
 class Initializer(ABC):
-    """Base of the initializers. `ConfigError` for an argument that is not a finite float32.
+    """Base class of the initializers. Raises `ConfigError` for an argument that is not a finite float32.
 
     Examples:
         >>> from torchrec_embcache import initializers
@@ -41,12 +41,12 @@ class Initializer(ABC):
 
     @abstractmethod
     def native(self) -> _native.RowInitializer:
-        """As the core takes it."""
+        """Returns the native form."""
 
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """Every weight is `value`.
+    """Sets every weight to `value`.
 
     Examples:
         >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
@@ -59,13 +59,13 @@ class Constant(Initializer):
     value: float = 0.0
 
     def native(self) -> _native.RowInitializer:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.RowInitializer.constant(self.value)
 
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Uniform in [low, high). `ConfigError` where `low` is above `high`.
+    """Draws uniformly from [low, high). Raises `ConfigError` if `low` is above `high`.
 
     Examples:
         >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
@@ -79,7 +79,7 @@ class Uniform(Initializer):
     high: float = 1.0
 
     def native(self) -> _native.RowInitializer:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.RowInitializer.uniform(self.low, self.high)
 
     def __post_init__(self) -> None:
@@ -90,9 +90,9 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Normal with `mean` and standard deviation `std`, whose defaults are those of `torch.nn.Embedding`.
+    """Draws from a normal distribution with `mean` and standard deviation `std`, which have the defaults of `torch.nn.Embedding`.
 
-    `ConfigError` where `std` is negative.
+    Raises `ConfigError` if `std` is negative.
 
     Examples:
         >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
@@ -106,7 +106,7 @@ class Normal(Initializer):
     std: float = 1.0
 
     def native(self) -> _native.RowInitializer:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.RowInitializer.normal(self.mean, self.std)
 
     def __post_init__(self) -> None:
@@ -116,9 +116,9 @@ class Normal(Initializer):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initializer):
-    """Normal, where a value outside mean ± 2 std is drawn again. `std` is the standard deviation before that.
+    """Draws from a normal distribution, redrawing values outside mean ± 2 std. `std` is the standard deviation before truncation.
 
-    `ConfigError` where `std` is negative.
+    Raises `ConfigError` if `std` is negative.
 
     Examples:
         >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
@@ -132,7 +132,7 @@ class TruncatedNormal(Initializer):
     std: float = 1.0
 
     def native(self) -> _native.RowInitializer:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.RowInitializer.truncated_normal(self.mean, self.std)
 
     def __post_init__(self) -> None:
@@ -142,8 +142,7 @@ class TruncatedNormal(Initializer):
 
 @dataclass(frozen=True)
 class Linear(Initializer):
-    """The same ramp for every id, from `low` in the first column to `high` in the last. RecSDK calls it LINEAR.
-
+    """The same ramp for every id, from `low` in the first column to `high` in the last. RecSDK's name is LINEAR.
 
     Examples:
         >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
@@ -157,7 +156,7 @@ class Linear(Initializer):
     high: float = 1.0
 
     def native(self) -> _native.RowInitializer:
-        """As the core takes it."""
+        """Returns the native form."""
         return _native.RowInitializer.linear(self.low, self.high)
 
 

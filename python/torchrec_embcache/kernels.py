@@ -1,11 +1,12 @@
-"""The kernel backends, which run the forward of a plan and its backward with the optimizer fused into it.
+"""Kernel backends: the forward of a plan, and its backward fused with the optimizer.
 
-`CoreBackend` runs the Rust core's kernels on the CPU, on the host tier's rows in place or on a device tier of CPU tensors.
-`TorchBackend` runs torch ops over the cache slots of a device tier, on any device. The two agree to float tolerance. Each alone
-gives the same bits whatever the sizes of the tiers. `triton_backend` has a third, with the bits of the core's; `backends` chooses.
+`CoreBackend` runs the Rust core's kernels on the CPU, directly on the host tier's rows or on a device tier of CPU tensors.
+`TorchBackend` runs torch ops over the cache slots of a device tier, on any device. The two agree to float tolerance. The result of
+each is bitwise independent of the tier sizes. `triton_backend` has a third backend, bitwise identical to the core's; `backends`
+selects one.
 
-Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids, U distinct rows of a table, D a table's width,
-V = D * (1 + vector slots), C columns of the pooled output (the features' widths, in feature order), S cache slots of a device tier.
+Shapes: T tables of a lookup, F features, B bags per feature, N occurrences of ids, U distinct rows of a table, D a table's width, V
+= D * (1 + vector slots), C columns of the pooled output (the features' widths, in feature order), S cache slots of a device tier.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = [
 
 
 def kernel_threads() -> int:
-    """Threads of the core's kernels: `EMBCACHE_THREADS` if set, else `torch.get_num_threads()`."""
+    """Returns the number of threads of the native kernels: `EMBCACHE_THREADS` if set, else `torch.get_num_threads()`."""
     value = os.environ.get("EMBCACHE_THREADS")
     if value is None:
         return torch.get_num_threads()
@@ -53,11 +54,11 @@ def kernel_threads() -> int:
 
 
 class KernelTable(Protocol):
-    """What a backend needs to know of a table."""
+    """The attributes of a table that a backend uses."""
 
     @property
     def native(self) -> Table:
-        """The core's table."""
+        """The native table."""
 
     @property
     def dim(self) -> int:
@@ -65,19 +66,19 @@ class KernelTable(Protocol):
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The optimizer, which says by which formula rows are updated."""
+        """The optimizer, which defines the update formula."""
 
     @property
     def tier(self) -> DeviceTier | None:
-        """The device tier's tensors; None where kernels run on the host tier's rows in place."""
+        """The device tier's tensors; None if kernels run directly on the host tier's rows."""
 
 
 @dataclass(frozen=True)
 class PooledInputs:
-    """What a pooled lookup asks for beside its ids.
+    """The inputs of a pooled lookup besides its ids.
 
-    `offsets` int64 [F * B + 1]: where each bag begins in the ids, feature after feature, and where the last one ends. `weights`
-    float32 [N] on the lookup's device, or None. `mean` bool [F]: which features are averaged.
+    `offsets` int64 [F * B + 1]: the bounds of the bags in the ids, feature after feature. `weights` float32 [N] on the lookup's
+    device, or None. `mean` bool [F]: the features that are averaged.
     """
 
     offsets: NDArray[np.int64]
@@ -100,7 +101,7 @@ class KernelBackend(ABC):
         self.feature_tables = feature_tables
         self.device = device
         self.columns = sum(tables[table].dim for table in feature_tables)
-        # The tables whose refused ids share a row.
+        # The tables that have an OOV row.
         self.oov_tables = [number for number, table in enumerate(tables) if table.native.has_oov_row]
 
     def _tier(self, table: int) -> DeviceTier:
@@ -110,11 +111,11 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def forward_pooled(self, plan: Plan, pooled: PooledInputs) -> Tensor:
-        """The pooled rows, float32 [B, C]."""
+        """Returns the pooled rows, float32 [B, C]."""
 
     @abstractmethod
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
-        """The rows of all ids, float32 [N, D], where `count` is N. The tables have one D."""
+        """Returns the rows of all ids, float32 [N, D], where `count` is N. All tables have the same D."""
 
     @abstractmethod
     def backward_pooled(
@@ -126,31 +127,32 @@ class KernelBackend(ABC):
         oov_sums: OovGradientSums,
         weight_grad: bool,
     ) -> Tensor | None:
-        """Update the rows from a contiguous `grad` [B, C] and commit. With `weight_grad`: the gradient [N] of `pooled.weights`."""
+        """Updates the rows from a contiguous `grad` [B, C] and commits. With `weight_grad`, returns the weights' gradient [N]."""
 
     @abstractmethod
     def backward_sequence(
         self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
-        """Update the rows from a contiguous `grad` [N, D] and commit."""
+        """Updates the rows from a contiguous `grad` [N, D] and commits."""
 
     def _train_oov_row(
         self, plan: Plan, sums: Callable[[], Tensor], hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
-        """Have the commit update the rows that refused ids share, by the sums of all ranks. Nothing is updated before."""
+        """Makes the commit update the OOV rows by the gradient sums of all ranks. Updates nothing itself."""
         if self.oov_tables:
             plan.train_oov_row(oov_sums.all_reduce(sums()).numpy(), hyperparameters)
 
 
 class CoreBackend(KernelBackend):
-    """The Rust core's kernels, on the CPU. They give the same bits for any number of threads."""
+    """The Rust core's kernels on the CPU. Their results are bitwise identical for any number of threads."""
 
     name = "core"
 
     def _run(self, plan: Plan, kernel: Callable[[list[DeviceArrays | None] | None], None]) -> None:
-        """Run a kernel on the device tiers' tensors.
+        """Runs a kernel on the device tiers' tensors.
 
-        The tensors are looked up when nobody can replace them by larger ones: an update of the tensors from before would be lost.
+        The tensors are read under exclusive access, so that no other thread can replace them by larger ones; an update of replaced
+        tensors would be lost.
         """
         tiers = [table.tier for table in self.tables]
         if any(tiers):
@@ -159,7 +161,7 @@ class CoreBackend(KernelBackend):
             kernel(None)
 
     def forward_pooled(self, plan: Plan, pooled: PooledInputs) -> Tensor:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         out = np.empty((pooled.bags, self.columns), np.float32)
         weights = pooled.weights.numpy() if pooled.weights is not None else None
         threads = kernel_threads()
@@ -167,7 +169,7 @@ class CoreBackend(KernelBackend):
         return torch.from_numpy(out)
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         out = np.empty((count, self.tables[0].dim), np.float32)
         threads = kernel_threads()
         self._run(plan, lambda device: plan.forward_sequence(out, device, threads))
@@ -182,7 +184,7 @@ class CoreBackend(KernelBackend):
         oov_sums: OovGradientSums,
         weight_grad: bool,
     ) -> Tensor | None:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         out = np.empty(int(pooled.offsets[-1]), np.float32) if weight_grad else None
         gradient, threads = grad.numpy(), kernel_threads()
         sums = plan.oov_gradient_sums_pooled
@@ -193,7 +195,7 @@ class CoreBackend(KernelBackend):
     def backward_sequence(
         self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         gradient, threads = grad.numpy(), kernel_threads()
         sums = plan.oov_gradient_sums_sequence
         self._train_oov_row(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, oov_sums)
@@ -203,8 +205,8 @@ class CoreBackend(KernelBackend):
 class TorchBackend(KernelBackend):
     """Torch ops over the cache slots, on any device. Every table has a device tier.
 
-    Sums run as `embedding_bag` without autograd: the forward's over cache slots, the backward's over the plan's transposed
-    index. So nothing is sorted, and each row's gradients are summed in the order of its occurrences.
+    Sums run as `embedding_bag` without autograd: the forward's over cache slots, the backward's over the plan's transposed index.
+    This avoids sorting, and sums each row's gradients in the order of its occurrences.
     """
 
     name = "torch"
@@ -213,7 +215,7 @@ class TorchBackend(KernelBackend):
         return torch.from_numpy(array).to(self.device)
 
     def forward_pooled(self, plan: Plan, pooled: PooledInputs) -> Tensor:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         out = torch.empty(pooled.bags, self.columns, dtype=torch.float32, device=self.device)
         column = 0
         for feature, table in enumerate(self.feature_tables):
@@ -229,7 +231,7 @@ class TorchBackend(KernelBackend):
             divisor = torch.from_numpy(np.diff(offsets)).clamp_(min=1).to(self.device) if pooled.mean[feature] else None
             present = slots >= 0
             absent: Tensor | float = 0.0
-            if not present.all():  # absent rows are left out of this sum, but count in the mean's divisor
+            if not present.all():  # absent rows are excluded from this sum, but count in the mean's divisor
                 absent = self._missing_sum(self._missing_row(plan, table), ~present, offsets, weights)
                 offsets = np.concatenate([[0], np.cumsum(present)])[offsets]
                 slots = slots[present]
@@ -242,14 +244,14 @@ class TorchBackend(KernelBackend):
         return out
 
     def _missing_row(self, plan: Plan, table: int) -> Tensor | None:
-        """What absent occurrences of a table read: [D], or None for zeros."""
+        """Returns the row read by absent occurrences of a table: [D], or None for zeros."""
         row = plan.missing_row(table)
         return None if row is None else torch.from_numpy(row).to(self.device)
 
     def _missing_sum(
         self, row: Tensor | None, missing: NDArray[np.bool_], offsets: NDArray[np.int64], weights: Tensor | None
     ) -> Tensor | float:
-        """What the absent occurrences, bool [n], which read `row`, add to each bag: [B, D], or 0.0 for nothing."""
+        """Returns the sum per bag of the missing occurrences, bool [n], which read `row`: [B, D], or 0.0 for zeros."""
         if row is None:
             return 0.0
         starts = np.concatenate([[0], np.cumsum(missing)])[offsets]
@@ -258,7 +260,7 @@ class TorchBackend(KernelBackend):
         return _segment_sum(row[None], index, self._tensor(starts), weights)
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         out = torch.empty(count, self.tables[0].dim, dtype=torch.float32, device=self.device)
         begin = 0
         for feature, table in enumerate(self.feature_tables):
@@ -268,7 +270,7 @@ class TorchBackend(KernelBackend):
         return out
 
     def _rows_of(self, plan: Plan, table: int, slots: Tensor) -> Tensor:
-        """What the occurrences in `slots` [n] read: [n, D]. -1 is an absent one."""
+        """Returns the rows read by the occurrences in `slots` [n]: [n, D]. -1 stands for an absent row."""
         tier = self._tier(table)
         with tier.reading() as weights:
             rows, absent = weights.index_select(0, slots.clamp(min=0)), (slots < 0)[:, None]
@@ -284,7 +286,7 @@ class TorchBackend(KernelBackend):
         oov_sums: OovGradientSums,
         weight_grad: bool,
     ) -> Tensor | None:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         bags, features = pooled.bags, len(self.feature_tables)
         lengths = np.diff(pooled.offsets)
         bag = np.repeat(np.arange(features * bags), lengths)  # [N], feature-major
@@ -320,7 +322,7 @@ class TorchBackend(KernelBackend):
     def backward_sequence(
         self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         updates = []
         for table in range(len(self.tables)):
             rows = plan.row_occurrences(table)
@@ -330,7 +332,7 @@ class TorchBackend(KernelBackend):
         self._update_and_commit(plan, updates, hyperparameters)
 
     def _oov_sums(self, updates: list[tuple[int, NDArray[np.int64], Tensor]]) -> Tensor:
-        """The sums of the gradients of refused ids, for each table in which these share a row."""
+        """Returns the gradient sums of ids that were not admitted, for each table with an OOV row."""
         refused = {
             table: grad[torch.from_numpy(slots < 0).to(self.device)]
             for table, slots, grad in updates
@@ -345,7 +347,7 @@ class TorchBackend(KernelBackend):
     def _update_and_commit(
         self, plan: Plan, updates: list[tuple[int, NDArray[np.int64], Tensor]], hyperparameters: NDArray[np.float64]
     ) -> None:
-        """Update and commit before anybody else copies rows, so that nobody sees a row with new weights and old metadata."""
+        """Updates and commits with exclusive access, so that no other thread copies a row with new weights and old metadata."""
 
         def work() -> None:
             with torch.no_grad(), ExitStack() as changing:
@@ -361,16 +363,16 @@ class TorchBackend(KernelBackend):
         hyperparameters: NDArray[np.float64],
         writes: ExitStack,
     ) -> None:
-        """Apply each table's optimizer to its distinct rows. `updates`: for each table its slots [U] and summed gradients [U, D].
+        """Applies each table's optimizer to its distinct rows. `updates`: for each table its slots [U] and summed gradients [U, D].
 
-        Until `writes` is closed, the rows of all tables change on the caller's stream.
+        Until `writes` is closed, the rows of all tables are being written on the caller's stream.
 
-        What needs memory comes first, for all tables. So until `begin_update` an error leaves every row as it was.
+        Memory for all tables is allocated first. Until `begin_update` an error leaves every row unchanged.
         """
         changes = []
         for table, slots, grad in updates:
             owner, tier = self.tables[table], self._tier(table)
-            trained = slots >= 0  # the others have no row and get none
+            trained = slots >= 0  # the others have no row and are not inserted
             if not trained.all():
                 slots, grad = slots[trained], grad[torch.from_numpy(trained).to(self.device)]
             index = self._tensor(slots)
@@ -386,6 +388,6 @@ class TorchBackend(KernelBackend):
 
 
 def _segment_sum(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
-    """[n, D]: the sum of `rows[index[i]] * weights[i]` over each segment `starts[k]:starts[k + 1]` of i. `starts` is [n + 1]."""
+    """Sums `rows[index[i]] * weights[i]` over each segment `starts[k]:starts[k + 1]` of i: [n, D]. `starts` is [n + 1]."""
     with torch.no_grad():
         return embedding_bag(index, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True)

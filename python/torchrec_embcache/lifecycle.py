@@ -1,4 +1,4 @@
-"""The life of a table's rows: which ids get one, how their scores decay, and which rows leave."""
+"""The lifecycle settings of a table's rows: admission, score decay and eviction."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .exceptions import ConfigError
 __all__ = ["DEFAULT_SCORE_HALF_LIFE_STEPS", "MAX_SCORE_HALF_LIFE_STEPS", "LifecycleConfig", "NativeLifecycle"]
 
 DEFAULT_SCORE_HALF_LIFE_STEPS = 1024
-# Scores decay by 1024ths of the half life: with this one they never do, because no table sees so many steps.
+# Scores decay by 1024ths of the half-life. With this half-life they never decay, because no table runs that many steps.
 MAX_SCORE_HALF_LIFE_STEPS = 1 << 53
 
 
 class NativeLifecycle(TypedDict, total=False):
-    """What the core's table is given of it, by its names there. Without eviction the two names of it are left out."""
+    """Lifecycle arguments of the native table, by their names there. Without eviction the two eviction keys are absent."""
 
     admission: _native.RowAdmission | None
     not_admitted: NotAdmitted
@@ -31,9 +31,9 @@ class NativeLifecycle(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LifecycleConfig:
-    """What is set of the life of a table's rows. `admission=None`: every id gets a row. `eviction=None`: no rule takes one.
+    """Lifecycle settings of a table's rows. `admission=None`: every id is admitted. `eviction=None`: no rows expire.
 
-    `missing=None`: evaluation reads what training reads for an id without a row.
+    `missing=None`: for an id without a row, evaluation reads the same value as training.
     """
 
     admission: Admission | None = None
@@ -53,7 +53,7 @@ class LifecycleConfig:
         missing: MissingRead | None,
         owner: str = "",
     ) -> Self:
-        """From what a user gave. `ConfigError` for a value out of range, which begins with `owner`, the table."""
+        """Validates a user's settings. Raises `ConfigError` for invalid values; the message starts with `owner`, the table."""
         if not isinstance(admission, Admission | None):
             raise ConfigError(
                 f"{owner}admission={admission!r} is not known: use one of torchrec_embcache.admission, or None"
@@ -83,31 +83,31 @@ class LifecycleConfig:
 
     @property
     def counts_ids(self) -> bool:
-        """Whether the admission counts the ids that wait for rows."""
+        """True if the admission rule counts pending ids."""
         return isinstance(self.admission, Count | ShowClick)
 
     @property
     def has_oov_row(self) -> bool:
-        """Whether ids that are refused a row share one, which their gradients train."""
+        """True if ids that are not admitted share the OOV row, which their gradients train."""
         return self.missing_read == "oov"
 
     @property
     def counts_clicks(self) -> bool:
-        """Whether the admission counts clicks."""
+        """True if the admission rule counts clicks."""
         return isinstance(self.admission, ShowClick)
 
     @property
     def is_swept_at_saves(self) -> bool:
-        """Whether a save sweeps the table before it writes."""
+        """True if a save runs a sweep of the table before it writes."""
         return self.eviction is not None and self.eviction.at_saves
 
     @property
     def needs_clock(self) -> bool:
-        """Whether a rule of eviction needs the times of the table's steps."""
+        """True if an eviction rule needs the times of the table's steps."""
         return self.eviction is not None and self.eviction.needs_clock
 
     def native(self) -> NativeLifecycle:
-        """As the core takes it."""
+        """Returns the native form."""
         given: NativeLifecycle = {
             "admission": None if self.admission is None else self.admission.native(),
             "not_admitted": self.missing_read,
@@ -116,16 +116,16 @@ class LifecycleConfig:
         }
         if self.eviction is not None:
             given["eviction"] = self.eviction.native()
-            # Where ranks agree on each sweep, `sweeping` says when one is due.
+            # If ranks have to agree on each sweep, `sweeping` schedules the sweeps.
             given["evict_every_steps"] = None if self.eviction.is_collective else self.eviction.every_steps
         return given
 
     def describe(self) -> str:
-        """What is set apart from the defaults, for `print(table)`: "" or ", admission=..., eviction=..."."""
+        """Returns the settings that differ from the defaults, for `print(table)`: "" or ", admission=..., eviction=..."."""
         given = {"admission": self.admission, "eviction": self.eviction}
         return "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
 
     @property
     def missing_read(self) -> NotAdmitted | Literal["initial"]:
-        """What ids read without a row: their initial values where every id gets one."""
+        """The value that ids without a row read: their initial values if every id is admitted."""
         return "initial" if self.admission is None else self.not_admitted

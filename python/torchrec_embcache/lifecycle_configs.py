@@ -7,8 +7,8 @@ Examples:
     ...     name="item", embedding_dim=64, num_embeddings=1000, admit_and_evict_config=AdmitAndEvictConfig(admit_threshold=2)
     ... )
 
-What means the same here is taken, and becomes `admission`, `not_admitted` and `eviction` of the table. A field that cannot be
-honoured is an `UnsupportedError` that names it. docs/lifecycle.md has the table of fields.
+Fields with an equivalent in this package become `admission`, `not_admitted` and `eviction` of the table. A field without one raises
+an `UnsupportedError` that names it. docs/eviction-configs.md has the table of fields.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MAX_FLOAT32 = 3.4028234663852886e38
 
 
 class AdmitAndEvictPolicyType(Enum):
-    """What admission counts, as RecSDK names it.
+    """The admission and eviction policy, in RecSDK's terms.
 
     Examples:
         >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig, AdmitAndEvictPolicyType
-        >>> AdmitAndEvictConfig(admit_threshold=2, policy_type=AdmitAndEvictPolicyType.NONE).translated().admission is None
+        >>> AdmitAndEvictConfig(admit_threshold=2, policy_type=AdmitAndEvictPolicyType.NONE).translate().admission is None
         True
     """
 
@@ -42,11 +42,11 @@ class AdmitAndEvictPolicyType(Enum):
     POLICY_COUNT = 1
     """Admission by occurrences, eviction by time."""
     POLICY_SHOWCLICK = 2
-    """Admission by shows and clicks, eviction of a share of the rows."""
+    """Admission by shows and clicks, eviction of a fraction of the rows."""
 
 
 def _check_float32(name: str, value: object) -> float:
-    """`value` as a float. `ConfigError` unless it is a number that float32 has room for."""
+    """Returns `value` as a float. Raises `ConfigError` unless it is a number in the range of float32."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_FLOAT32:
         raise ConfigError(f"{name}={value!r} is not a finite float32: give a number")
     return float(value)
@@ -54,14 +54,14 @@ def _check_float32(name: str, value: object) -> float:
 
 @dataclass(frozen=True)
 class ShowClickParams:
-    """What `POLICY_SHOWCLICK` weighs.
+    """Parameters of `POLICY_SHOWCLICK`.
 
     Args:
         alpha: the weight of a show.
         beta: the weight of a click.
-        admit_threshold: an id gets a row when `alpha * shows + beta * clicks` reaches it. 0: every id gets one.
-        evict_percentage: the share of the rows that a sweep takes, from 0 (none) to 1. A table refuses 1, which is all rows.
-        score_decay: what RecSDK multiplies scores by at every sweep. Only 1 means the same whenever sweeps run.
+        admit_threshold: an id is admitted when `alpha * shows + beta * clicks` reaches it. 0: every id is admitted.
+        evict_percentage: the fraction of the rows that a sweep evicts, from 0 (none) to 1. A table rejects 1, which is all rows.
+        score_decay: RecSDK's factor for scores at every sweep. Only 1 is independent of the sweep schedule.
 
     Raises:
         ConfigError: a value is out of range.
@@ -89,11 +89,11 @@ class ShowClickParams:
 
 @dataclass(frozen=True)
 class TranslatedConfig:
-    """The settings of a table that a configuration under RecSDK's names means.
+    """The table settings equivalent to a configuration with RecSDK's names.
 
     Examples:
         >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
-        >>> AdmitAndEvictConfig(admit_threshold=2, evict_threshold=3600).translated().eviction
+        >>> AdmitAndEvictConfig(admit_threshold=2, evict_threshold=3600).translate().eviction
         Policy(rules=(Ttl(steps=None, seconds=3600),), every_steps=None, at_least_rows=0)
     """
 
@@ -104,22 +104,22 @@ class TranslatedConfig:
 
 @dataclass(frozen=True)
 class AdmitAndEvictConfig:
-    """Admission and eviction of one table, as RecSDK's configuration of this name says it.
+    """Admission and eviction of one table, as in RecSDK's configuration of this name.
 
     Args:
-        admit_threshold: an id gets a row when its occurrences reach this. -1, 0 and None: every id gets one.
-        not_admitted_default_value: what an id reads that gets none, in every column. None: zeros.
-        evict_threshold: seconds after which a row leaves that is not trained; see `eviction.Ttl`. 0 and None: none leaves.
-        evict_step_interval: a sweep after each step whose number is a multiple of this. 0 and None: at saves, and when called.
+        admit_threshold: an id is admitted when its occurrences reach this. -1, 0 and None: every id is admitted.
+        not_admitted_default_value: the value of every column for an id that is not admitted. None: zeros.
+        evict_threshold: seconds without training after which a row is evicted; see `eviction.Ttl`. 0 and None: no eviction.
+        evict_step_interval: runs a sweep after each step whose number is a multiple of this. 0 and None: at saves, and when called.
         showclick_params: for `POLICY_SHOWCLICK`.
-        policy_type: what counts. The fields of the other type are not looked at.
+        policy_type: the kind of policy. Fields of other kinds are ignored.
 
     Raises:
         ConfigError: a value is out of range.
 
     Examples:
         >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
-        >>> AdmitAndEvictConfig(admit_threshold=2).translated().admission
+        >>> AdmitAndEvictConfig(admit_threshold=2).translate().admission
         Count(threshold=2, window_steps=None, memory='256MiB')
     """
 
@@ -148,7 +148,7 @@ class AdmitAndEvictConfig:
             )
 
     def translate(self) -> TranslatedConfig:
-        """The settings of a table that mean the same. `UnsupportedError` names a field that nothing here means the same as."""
+        """Returns the equivalent table settings. Raises `UnsupportedError`, which names a field without an equivalent."""
         by_type = {
             AdmitAndEvictPolicyType.NONE: (None, None),
             AdmitAndEvictPolicyType.POLICY_COUNT: (self._count_rule, self._ttl_rule),

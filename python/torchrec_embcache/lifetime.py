@@ -1,7 +1,7 @@
-"""Flushes of tables with an SSD tier that nobody calls: while training, when a table is dropped, and when the process ends.
+"""Automatic flushes of tables with an SSD tier: during training, when a table is garbage collected, and at process exit.
 
-A process that is alone flushes all its tables under one token. Of several ranks only `flush_every` flushes, because all of them
-have to take part, and a rank that ends does not know whether the others do.
+A single-rank process flushes all its tables under one commit id. With several ranks only `flush_every` flushes, because all ranks
+have to take part, and an exiting rank does not know whether the others do.
 """
 
 import atexit
@@ -39,40 +39,40 @@ _log = logging.getLogger(__name__)
 
 
 class TrackedTable(FlushableTable, SsdTableInfo, Protocol):
-    """What is asked of a table here."""
+    """The attributes of a table that this module uses."""
 
     @property
     def is_multi_rank(self) -> bool:
-        """Whether it was opened in a process that is one of several ranks."""
+        """True if it was opened in a process that is one of several ranks."""
 
     @property
     def is_open(self) -> bool:
-        """Whether its tiers were opened."""
+        """True if its tiers were opened."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, after which it cannot be used again."""
+        """True if it was closed and cannot be used again."""
 
     @property
     def unusable(self) -> str | None:
-        """Why every use is refused, as where a load failed; None where it is not."""
+        """The reason why the table is poisoned, such as a failed load; None if it is usable."""
 
     def close(self) -> None:
-        """Flush and close it."""
+        """Flushes and closes the table."""
 
     @property
     def has_unflushed_rows(self) -> bool:
-        """Whether it is open in this process, and its rows changed since the last state that a resume finds."""
+        """True if it is open in this process and has rows that changed since the last state that can be resumed."""
 
 
-# Weak references, so that a table that is dropped goes away.
+# Weak references, so that unreferenced tables are garbage collected.
 _open_tables: weakref.WeakSet[TrackedTable] = weakref.WeakSet()
-# The id of the process that looks after its tables when it ends. A forked child has tables of its own.
+# The id of the process that registered the exit hook. A forked child has its own tables.
 _hooked_pid: int | None = None
 
 
 def track_table(table: TrackedTable) -> None:
-    """Look after a table with an SSD tier until it is closed."""
+    """Tracks a table with an SSD tier until it is closed."""
     global _hooked_pid, _open_tables
     if _hooked_pid != os.getpid():
         if _hooked_pid is not None:  # the tables are those of the parent process
@@ -81,23 +81,23 @@ def track_table(table: TrackedTable) -> None:
         _hooked_pid = os.getpid()
         atexit.register(flush_at_exit)
         if multiprocessing.parent_process() is not None:
-            # A child that was forked ends without the functions that `atexit` was given.
+            # A forked child exits without running its `atexit` functions.
             multiprocessing.util.Finalize(None, flush_at_exit, exitpriority=0)
     _open_tables.add(table)
 
 
 def open_tables() -> list[TrackedTable]:
-    """The tables with an SSD tier that are open in this process."""
-    # A table that was closed stays in the set as long as somebody holds it.
+    """Returns the tables with an SSD tier that are open in this process."""
+    # A closed table stays in the set while it is referenced.
     tables = list(_open_tables) if _hooked_pid == os.getpid() else []
     return [table for table in tables if table.is_open and not table.is_closed]
 
 
 def close_all() -> None:
-    """Flush and close every table with an SSD tier that is open in this process, so that a model can be made again.
+    """Flushes and closes every table with an SSD tier that is open in this process, so that a model can be created again.
 
-    It is for notebooks: put it before the model in a cell that may run again. Tables without an SSD tier hold no directory. The
-    first error is raised when all tables are closed; it is one of those of `CacheTable.close`.
+    For notebooks: call it before the model is created, in a cell that may run again. Tables without an SSD tier use no directory
+    and stay open. The first error, one of those of `CacheTable.close`, is raised after all tables are closed.
 
     Examples:
         >>> import os, torch
@@ -121,19 +121,19 @@ def close_all() -> None:
         raise first
 
 
-# ---- steps that have begun
+# ---- started steps
 
 
 class _BackwardState:
-    """A backward that trains tables. `expected` forwards were waiting for it when it began; it has reached those in `begun`."""
+    """A backward that trains tables. `expected` forwards were pending when it started; it has reached those in `begun`."""
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
-        # A table of each lookup, and its step before the backward.
+        # For each lookup, one of its tables, and the table's step before the backward.
         self.begun: list[tuple[weakref.ref[TrackedTable], int]] = []
 
     def is_incomplete(self) -> bool:
-        """Whether some tables have their update and others still wait for theirs."""
+        """True if some tables are updated and others are not yet."""
         done = sum(_has_stepped(table(), step) for table, step in self.begun)
         return 0 < done < self.expected
 
@@ -141,23 +141,23 @@ class _BackwardState:
 def _has_stepped(table: TrackedTable | None, steps_before: int) -> bool:
     try:
         return table is None or table.step() > steps_before
-    except StateError:  # it was closed, with the rows that it had
+    except StateError:  # closed, with the rows that it had
         return True
 
 
-# By autograd's number of the backward. A backward that did not come to its end stays here.
+# By autograd's id of the backward. A backward that did not finish stays here.
 _backwards: dict[int, _BackwardState] = {}
-# Forwards whose backward has not come yet.
+# Forwards whose backward has not started.
 _pending_forwards: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def register_forward(batch: object) -> None:
-    """Note a training forward of tables with an SSD tier, whose backward will follow."""
+    """Records a training forward of tables with an SSD tier, whose backward will follow."""
     _pending_forwards.add(batch)
 
 
 def begin_backward(batch: object, table: TrackedTable) -> None:
-    """Note, within autograd, that the backward of `batch` is about to update its tables. `table` is one of them."""
+    """Records, within autograd, that the backward of `batch` is about to update its tables. `table` is one of them."""
     number = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way to tell one backward from another
     backward = _backwards.get(number)
     if backward is None:
@@ -169,7 +169,7 @@ def begin_backward(batch: object, table: TrackedTable) -> None:
 
 
 def _end_backward(number: int) -> None:
-    """Forget this backward, and those before it that were cut short: training has gone on since."""
+    """Removes this backward and earlier interrupted ones: training has continued since."""
     for other in [other for other in _backwards if other <= number]:
         _backwards.pop(other, None)
 
@@ -178,11 +178,11 @@ def _is_step_incomplete() -> bool:
     return any(backward.is_incomplete() for backward in list(_backwards.values()))
 
 
-# ---- the end of a table, and of the process
+# ---- end of a table, and of the process
 
 
 def flush_dropped_table(table: TrackedTable) -> None:
-    """Flush a table whose last reference goes, if it has rows that no resume would find. Raises nothing."""
+    """Flushes a table that is being garbage collected, if it has rows that a resume would not find. Raises nothing."""
     if sys.is_finalizing() or _hooked_pid != os.getpid():
         return
     try:
@@ -195,12 +195,12 @@ def flush_dropped_table(table: TrackedTable) -> None:
         else:
             _log.info("table %r was dropped and not closed: flushing it", table.name)
             flush_tables([table], single_rank=True)
-    except BaseException as error:  # also Ctrl-C, which has nobody here to come to
+    except BaseException as error:  # also Ctrl-C, which cannot be raised to a caller here
         _log.warning("table %r was dropped and could not be flushed, its last flush stays: %s", table.name, error)
 
 
 def flush_at_exit() -> None:
-    """Flush the tables that nobody closed. Say which were not flushed, and why."""
+    """Flushes the tables that were not closed. Warns about those that cannot be flushed, with the reason."""
     if _hooked_pid != os.getpid():
         return
     try:
@@ -248,7 +248,7 @@ def _warn_multi_rank(tables: Sequence[TrackedTable]) -> None:
         f"the steps of {_names(tables)} since the last flush are lost: of several ranks no one can flush alone; call "
         "torchrec_embcache.flush(model) on every rank before the processes end, or give TierBudgets(flush_every=...)"
     )
-    # Python shows no ResourceWarning unless it is asked to by -W default, so that it is logged, too.
+    # Python hides ResourceWarning unless -W default is set, so it is logged, too.
     _log.warning("%s", message)
     warnings.warn(message, ResourceWarning, stacklevel=3)
 
@@ -261,15 +261,15 @@ def _names(tables: Sequence[TrackedTable]) -> str:
 
 
 class FlushSchedule:
-    """When the tables of one module are flushed while it trains, together with all others of the process that have a schedule.
+    """The flush schedule of one module's tables. All modules of the process with a schedule are flushed together.
 
-    An interval of steps is counted by training forwards. All ranks make these together, so that they come to the same answer
-    without asking each other. An interval of time is measured by the first rank's clock alone. That rank also says after how
-    many steps all ask it again: half of the steps that are likely left, at most.
+    An interval in steps is counted in training forwards. All ranks run these together, so that they decide alike without
+    communication. An interval in time is measured only by the first rank's clock. That rank also announces the number of steps
+    until all ranks query it again: at most half of the steps that are likely to remain.
     """
 
     def __init__(self, intervals: Iterable[int | float | None], *, collective: bool) -> None:
-        """`intervals` are those of the module's tables, as `TierBudgets.flush_interval`. `collective`: its ranks flush together."""
+        """`intervals` are the `TierBudgets.flush_interval` of the module's tables. `collective`: its ranks flush together."""
         given = [interval for interval in intervals if interval is not None]
         self._steps = min((interval for interval in given if isinstance(interval, int)), default=None)
         self._seconds = min((interval for interval in given if isinstance(interval, float)), default=None)
@@ -280,15 +280,15 @@ class FlushSchedule:
             _schedules.add(self)
 
     def restart(self) -> None:
-        """Begin a new interval, because everything was flushed now."""
+        """Starts a new interval after a flush."""
         self._count = 0
         self._next_check = 1
         self._interval_start = time.monotonic()
 
     def flush_if_due(self) -> None:
-        """Before a training forward, flush if it is time. Raises as `flush_tables`."""
+        """Flushes before a training forward, if it is due. Raises the errors of `flush_tables`."""
         if not self._active or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
-            return  # with activation checkpointing a forward runs again amid a step
+            return  # with activation checkpointing a forward is run again during a step
         if self._count and self._is_due():
             self._flush()
         self._count += 1
@@ -308,14 +308,14 @@ class FlushSchedule:
         return due
 
     def _flush(self) -> None:
-        # All begin a new interval before the flush, so that after a failure the next try comes after an interval, too.
+        # Every schedule restarts before the flush, so that the next try after a failure also waits for an interval.
         for schedule in [schedule for schedule in _schedules if schedule.collective == self.collective]:
             schedule.restart()
         tables = [
             table
             for table in open_tables()
             if table.tiers.flush_every is not None and (table.world_size > 1) == self.collective
-            # What a failed load left is no state to resume.
+            # The state after a failed load is not a state to resume.
             if table.unusable is None
         ]
         flush_tables(sorted(tables, key=lambda table: table.name), single_rank=not self.collective)

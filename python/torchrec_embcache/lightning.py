@@ -1,8 +1,8 @@
-"""Tables in PyTorch Lightning's checkpoints and in its loggers.
+"""Tables in checkpoints and loggers of PyTorch Lightning.
 
-`docs/lightning.md` has a whole program.
+`docs/lightning.md` has a complete program.
 
-Works with `lightning` and with `pytorch_lightning`, whichever is installed. Neither is a dependency of this package.
+Works with either `lightning` or `pytorch_lightning`. Neither is a dependency of this package.
 """
 
 import logging
@@ -34,18 +34,18 @@ except ImportError:
 __all__ = ["EmbCacheCheckpoint", "EmbCacheMonitor"]
 
 _log = logging.getLogger(__name__)
-# The key of the name of the rows' checkpoint in Lightning's files.
+# Key of the rows' checkpoint name in Lightning's files.
 _ROWS_KEY = "torchrec_embcache_rows"
 
 
 class EmbCacheCheckpoint(Callback):
-    """Saves the rows of every cache module with each checkpoint of Lightning's, and loads them before Lightning loads its file.
+    """Saves the rows of every cache module with each Lightning checkpoint, and loads them before Lightning loads its file.
 
-    Rows go to `path` through `Saver`, on every rank, and Lightning's file names the checkpoint there that belongs to it. The rows
-    stay as long as the file does: they are removed when Lightning removes or replaces the file. `keep`: how many of the newest
-    checkpoints of rows stay in any case. `incremental`: as in `Saver.save`. Raises `ConfigError` where `keep` is below 1.
+    Rows are saved to `path` by `Saver`, on every rank, and Lightning's file contains the name of the row checkpoint that belongs to
+    it. The row checkpoint is removed when Lightning removes or replaces the file. `keep`: number of latest row checkpoints that are
+    kept in any case. `incremental`: as in `Saver.save`. Raises `ConfigError` if `keep` is below 1.
 
-    A checkpoint of weights alone (`save_weights_only=True`) has no rows; loading it says so. `docs/lightning.md` has a program.
+    A weights-only checkpoint (`save_weights_only=True`) has no rows; loading it reports this. `docs/lightning.md` has a program.
 
     Examples:
         >>> from torchrec_embcache.lightning import EmbCacheCheckpoint
@@ -60,11 +60,11 @@ class EmbCacheCheckpoint(Callback):
         self.keep = check_int("keep", keep, 1, 1 << 20)
         self.incremental = incremental
         self._hook: Any = None
-        # The checkpoint of rows that the file which Lightning read last names, until its state dict is loaded.
+        # The row checkpoint named by the file that Lightning read last, until its state dict is loaded.
         self._checkpoint_to_load: str | None = None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Called before Lightning loads anything. From now on rows are loaded before the state dict that they belong to."""
+        """Called before Lightning loads anything. Afterwards rows are loaded before the state dict that they belong to."""
         del stage
         files = trainer.strategy.checkpoint_io
         if not isinstance(files, _RowsCheckpointIO):
@@ -75,21 +75,21 @@ class EmbCacheCheckpoint(Callback):
             self._hook = pl_module.register_load_state_dict_pre_hook(self._load_rows)  # type: ignore[no-untyped-call]
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Called after a run. Rows are no longer loaded with state dicts."""
+        """Called after a run. Stops loading rows with state dicts."""
         del trainer, pl_module, stage
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Save the rows. Collective. Raises what `Saver.save` does, and Lightning then writes no file."""
+        """Saves the rows. Collective. Raises the errors of `Saver.save`, and Lightning then writes no file."""
         del trainer
         report = _saver().save(pl_module, self.path, self.incremental, keep=self.keep)
         checkpoint[_ROWS_KEY] = report.checkpoint
         set_checkpoint_name(checkpoint["state_dict"], self.path, report.checkpoint)
 
     def _load_rows(self, module: nn.Module, state_dict: dict[str, Any], *_args: Any) -> None:
-        """Load the rows that a state dict was saved with, before `module` loads it. Raises what `Saver.load` does."""
+        """Loads the rows that belong to a state dict, before `module` loads it. Raises the errors of `Saver.load`."""
         name, self._checkpoint_to_load = self._checkpoint_to_load, None
         name = get_checkpoint_name(state_dict) or name
         if name is not None:
@@ -97,32 +97,32 @@ class EmbCacheCheckpoint(Callback):
 
 
 class _RowsCheckpointIO(CheckpointIO):
-    """Writes and removes Lightning's files by `checkpoint_io`, and has the rows of each stay as long as the file."""
+    """Writes and removes Lightning's files through `checkpoint_io`, and keeps the rows of each file until it is removed."""
 
     def __init__(self, checkpoint_io: Any, rows: EmbCacheCheckpoint) -> None:
         super().__init__()
         self._checkpoint_io, self._rows = checkpoint_io, rows
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
-        """Write a file, then remove the rows of the file that it replaces.
+        """Writes a file, then removes the rows of the file that it replaces.
 
-        Raises as `add_reference` does, and then writes no file.
+        Raises the errors of `add_reference`, and then writes no file.
         """
         name = checkpoint.get(_ROWS_KEY)
         if name is not None:
             add_reference(self._rows.path, name, os.fspath(path))
         self._checkpoint_io.save_checkpoint(checkpoint, path, *args, **kwargs)
-        # One that writes in the background may not have replaced the file yet.
+        # A `checkpoint_io` that writes in the background may not have replaced the file yet.
         self._release(path, except_checkpoint=name, keep_newest=hasattr(self._checkpoint_io, "checkpoint_io"))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Read a file, and have the rows that it names loaded before its state dict."""
+        """Reads a file; its rows are loaded before its state dict."""
         checkpoint = self._checkpoint_io.load_checkpoint(*args, **kwargs)
         self._rows._checkpoint_to_load = checkpoint.get(_ROWS_KEY)  # noqa: SLF001 - its own callback
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, then its rows."""
+        """Removes a file, then its rows."""
         self._checkpoint_io.remove_checkpoint(path)
         self._release(path)
 
@@ -131,9 +131,9 @@ class _RowsCheckpointIO(CheckpointIO):
         self._checkpoint_io.teardown()
 
     def _release(self, path: Any, *, except_checkpoint: str | None = None, keep_newest: bool = False) -> None:
-        """Remove the rows that `path` has referred to, except the checkpoint `except_checkpoint`.
+        """Removes the rows that `path` referred to, except the checkpoint `except_checkpoint`.
 
-        An error is a warning in the log.
+        An error is logged as a warning.
         """
         rows = self._rows
         try:
@@ -147,13 +147,13 @@ class _RowsCheckpointIO(CheckpointIO):
 
 
 class EmbCacheMonitor(Callback):
-    """Gives the counters of the model's tables to the trainer's loggers, as "embcache/<module>/<table>/host/hit_rate".
+    """Logs the counters of the model's tables to the trainer's loggers, as "embcache/<module>/<table>/host/hit_rate".
 
-    The numbers are those of `torchrec_embcache.monitoring.TensorBoardLogger`: rates and waits since the sample before, and what is
-    there as it is. Lightning's loggers write on rank 0 alone, and so what they show is of its tables; for every rank, give each a
-    `PrometheusExporter`. An error of a logger is a warning in the log, once, and does not end the training.
+    The values are those of `torchrec_embcache.monitoring.TensorBoardLogger`: rates and waits since the previous sample, and gauges
+    as they are. Lightning's loggers write on rank 0 only and therefore show its tables; for every rank, give each a
+    `PrometheusExporter`. An error of a logger is logged once as a warning and does not stop the training.
 
-    `every_n_steps`: the optimizer steps from one sample to the next. Raises `ConfigError` where it is below 1.
+    `every_n_steps`: the number of optimizer steps between samples. Raises `ConfigError` if it is below 1.
 
     Examples:
         >>> from torchrec_embcache.lightning import EmbCacheMonitor
@@ -170,12 +170,12 @@ class EmbCacheMonitor(Callback):
         self._failure_logger = FailureLogger("EmbCacheMonitor")
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Called before the first step of a run. The numbers of the first sample are those since then."""
+        """Called before the first step of a run, from which the first sample is measured."""
         self._previous = Sampler(pl_module).sample(trainer.global_step)
         self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log a sample, where so many steps were made since the one before."""
+        """Logs a sample if `every_n_steps` steps have passed since the previous one."""
         del outputs, batch, batch_idx
         step = trainer.global_step
         if step - self._last_step < self.every_n_steps or not trainer.loggers:

@@ -1,7 +1,7 @@
-"""Lookahead: batches that are announced for later forwards are planned in that order, on this thread or on one beside.
+"""Lookahead: plans prefetched batches in the order of their forwards, on the calling thread or on a planner thread.
 
-One batch is planned at a time. The thread beside is made with the first batch that is announced to it, and ends with its
-`PrefetchQueue`. Everything else is called by the thread that trains.
+One batch is planned at a time. The planner thread is started with the first batch passed to it and stops with its `PrefetchQueue`.
+Everything else is called by the training thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_PREFETCHED", "IdBatch", "PlanOptions", "PrefetchQueue"]
 
-#: No caller announces so many batches ahead of their forwards. Older ones will not come.
+#: Maximum number of batches that a caller prefetches ahead of their forwards. Older batches are stale.
 MAX_PREFETCHED = 16
 
 
@@ -32,8 +32,8 @@ MAX_PREFETCHED = 16
 class IdBatch:
     """The ids of one batch, feature after feature.
 
-    `ids` [N] has the ids of F features. `splits` [F + 1] has where those of each feature begin, and where the last ones end.
-    `clicks` [N] are those of each occurrence; None: there are none.
+    `ids` [N] has the ids of F features. `splits` [F + 1] has the bounds of the features in `ids`. `clicks` [N] are the clicks of
+    each occurrence; None: no clicks.
     """
 
     ids: NDArray[np.int64]
@@ -41,11 +41,11 @@ class IdBatch:
     clicks: NDArray[np.uint32] | None = None
 
     def copy(self) -> IdBatch:
-        """A batch that does not change when its arrays do."""
+        """Returns a batch with copies of the arrays."""
         return IdBatch(self.ids.copy(), self.splits.copy(), None if self.clicks is None else self.clicks.copy())
 
     def is_same(self, other: IdBatch) -> bool:
-        """Whether both have the same ids and clicks."""
+        """True if both have the same ids and clicks."""
         if self.clicks is None or other.clicks is None:
             same_clicks = self.clicks is other.clicks
         else:
@@ -55,7 +55,7 @@ class IdBatch:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How a batch is planned; see `PlanMode` in `_native.pyi`."""
+    """Options of planning a batch; see `PlanMode` in `_native.pyi`."""
 
     train: bool
     missing: MissingMode
@@ -63,24 +63,24 @@ class PlanOptions:
 
     @profiled("embcache::plan")
     def plan(self, lookup: Lookup, batch: IdBatch, *, prefetch: bool) -> Plan:
-        """A plan of the core's. With `prefetch` it fetches only as far as the budget goes."""
+        """Returns a native plan. With `prefetch` it fetches rows only as far as the budget allows."""
         mode = _plan_mode(self.train, prefetch, self.missing)
         return lookup.plan(batch.ids, batch.splits, mode, self.threads, batch.clicks)
 
 
 @functools.cache
 def _plan_mode(train: bool, prefetch: bool, missing: MissingMode) -> PlanMode:
-    """A mode of the core's. There are a few, and each is made once."""
+    """Returns a native mode. The few different modes are created once."""
     return _native.PlanMode(train=train, is_prefetch=prefetch, missing=missing)
 
 
 @dataclass(eq=False)
 class _PrefetchedBatch:
-    """An announced batch. `plan` is None while the budget has no room for it, and where its forward is to plan it again.
+    """A prefetched batch. `plan` is None while the budget has no space for it, and if its forward is to plan it again.
 
-    That is so where planning or placing it has `failed`. `ids` is None where they could not be read. A batch `is_used` that was
-    announced for training and read without it, or the other way round. `forwards_since` counts training forwards that came before a
-    batch that is not trained.
+    The latter is the case if planning or placing it has `failed`. `ids` is None if they could not be read. A batch that `is_used`
+    was prefetched for training and read without it, or vice versa. `forwards_since` counts the training forwards since an
+    evaluation batch was prefetched.
     """
 
     ids: IdBatch | None
@@ -96,19 +96,19 @@ class _PrefetchedBatch:
 
 
 class PrefetchQueue:
-    """The announced batches of one lookup."""
+    """The prefetched batches of one lookup."""
 
     def __init__(self) -> None:
         self._batches: list[_PrefetchedBatch] = []
         self._planning: _PrefetchedBatch | None = None
-        self._changed = threading.Condition()  # is notified when one of the two above changes
+        self._changed = threading.Condition()  # notified when one of the two above changes
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
 
     def prefetch(self, lookup: Lookup, ids: IdBatch, options: PlanOptions) -> bool:
-        """Plan a batch. False where the budget ended before all of it was fetched, so that the forward fetches the rest.
+        """Plans a batch. Returns False if the budget ended before all of it was fetched, so that the forward fetches the rest.
 
-        Raises as planning does.
+        Raises the errors of planning.
         """
         self._add(ids, options)
         return self._plan(lookup)
@@ -116,9 +116,9 @@ class PrefetchQueue:
     def prefetch_in_background(
         self, lookup: Lookup, ids: IdBatch, options: PlanOptions, on_error: Callable[[Exception], None]
     ) -> None:
-        """Do as `announce` on the thread beside, which calls `on_error` with an error.
+        """Like `prefetch`, but on the planner thread, which calls `on_error` with an error.
 
-        Call `settle` before anyone uses the tables.
+        Call `wait_until_planned` before any other use of the tables.
         """
         self._add(ids, options)
 
@@ -136,21 +136,21 @@ class PrefetchQueue:
         self._jobs.append(self._thread.submit(plan))
 
     def wait_until_planned(self) -> None:
-        """Wait until all that was announced to the thread beside is planned."""
+        """Waits until the planner thread has planned all prefetched batches."""
         while self._jobs:
             self._jobs[0].result()
             del self._jobs[0]
 
     def prefetch_unread(self, options: PlanOptions) -> None:
-        """Keep the place of a batch whose ids could not be read. Its forward plans it."""
+        """Reserves the position of a batch whose ids could not be read. Its forward plans it."""
         with self._changed:
             self._batches.append(_PrefetchedBatch(None, options, failed=True))
 
     def place(self, ids: IdBatch, place: Callable[[Plan], None], on_error: Callable[[Exception], None]) -> None:
-        """Have `place` put the rows of a training batch into their slots, if it is the next one and all its rows are in RAM.
+        """Calls `place` to put the rows of a training batch into their slots, if it is the next batch and all its rows are in RAM.
 
-        A row that was born and left RAM since the batch was planned is read now. On an error the batch is unpinned, and its forward
-        plans it again. An `Exception` goes to `on_error`, and others are raised.
+        Rows that were inserted and demoted from RAM since the batch was planned are read in this call. On an error the batch is
+        unpinned, and its forward plans it again. An `Exception` is passed to `on_error`; other exceptions are raised.
         """
         with self._changed:
             batch = next((batch for batch in self._batches if batch.options.train), None)
@@ -167,7 +167,7 @@ class PrefetchQueue:
             on_error(error)
 
     def unplace(self) -> None:
-        """Unpin the rows of batches that were placed. They are planned again with the next batch, or by their forwards."""
+        """Unpins the rows of placed batches. They are planned again with the next batch, or by their forwards."""
         with self._changed:
             placed = [batch for batch in self._batches if batch.is_placed]
         for batch in placed:
@@ -180,11 +180,11 @@ class PrefetchQueue:
             plan.release()
 
     def take_plan(self, ids: IdBatch, *, train: bool, recomputed: bool) -> tuple[Plan | None, int]:
-        """The plan of this forward's batch, if it was announced and planned, and how many batches were dropped.
+        """Returns the plan of this forward's batch, if it was prefetched and planned, and the number of dropped batches.
 
-        Those that were announced before it are dropped, because no forward has come for them. A forward that is `recomputed`,
-        within a backward, says nothing about the batches to come, and drops none. Where the batch was announced in the other mode,
-        its rows are unpinned, and the forward plans it.
+        Batches prefetched before it are dropped, because their forwards did not come. A forward that is `recomputed`, within a
+        backward, does not affect upcoming batches and drops none. If the batch was prefetched in the other mode, its rows are
+        unpinned, and the forward plans it.
         """
         with self._changed:
             if not self._batches:
@@ -201,7 +201,7 @@ class PrefetchQueue:
         return (batch.plan if batch is not None else None), _count_unused(stale)
 
     def _mark_used_in_other_mode(self, ids: IdBatch, *, train: bool) -> _PrefetchedBatch | None:
-        """Note, with the lock held, that a forward has read a batch that was announced in the other mode. Nobody plans it then."""
+        """Marks a batch that was prefetched in the other mode and read by a forward, so that it is not planned. Needs the lock."""
         others = [batch for batch in self._batches if batch.options.train != train and not batch.is_used]
         found = next((batch for batch in others if batch.matches(ids)), None)
         if found is not None:
@@ -213,11 +213,11 @@ class PrefetchQueue:
     def _find_stale(
         self, same_mode: list[_PrefetchedBatch], found: int | None, *, is_known: bool, train: bool
     ) -> list[_PrefetchedBatch]:
-        """The batches that a forward shows to be stale, with the lock held. `same_mode` has those of its mode, with its own at
+        """Returns the batches that a forward proves stale. Needs the lock. `same_mode` has the batches of its mode, its own at
         `found`.
 
-        They were announced before it. Where it was announced in neither mode, the first one was to be this forward's. A batch of
-        evaluation is stale too when many training forwards came before it, and so are the oldest that were read in the other mode.
+        Batches prefetched before it are stale. If it was prefetched in neither mode, the first batch is assumed to be its own. An
+        evaluation batch is also stale after many training forwards, and so are the oldest batches that were read in the other mode.
         """
         if found is not None or is_known:
             stale = same_mode[: found or 0]
@@ -235,7 +235,7 @@ class PrefetchQueue:
         return [batch for batch in self._batches if batch in stale or batch in old]
 
     def drop_oldest(self, *, train: bool) -> int:
-        """Drop the oldest batches of a mode where no caller announces so many. Returns how many forwards have not come."""
+        """Drops the oldest batches of a mode beyond `MAX_PREFETCHED`. Returns the number of dropped batches without a forward."""
         with self._changed:
             mine = [batch for batch in self._batches if batch.options.train == train and not batch.is_used]
             stale = mine[: max(len(mine) + 1 - MAX_PREFETCHED, 0)]
@@ -244,7 +244,7 @@ class PrefetchQueue:
         return _count_unused(stale)
 
     def clear(self) -> None:
-        """Forget every batch and unpin its rows."""
+        """Drops every batch and unpins its rows."""
         with self._changed:
             batches = list(self._batches)
             self._remove(batches)
@@ -255,16 +255,16 @@ class PrefetchQueue:
             self._batches.append(_PrefetchedBatch(ids.copy(), options))
 
     def _remove(self, batches: list[_PrefetchedBatch]) -> None:
-        """Remove batches, with the lock held. Afterwards nobody plans them, nor is about to."""
+        """Removes batches, so that no thread plans them. Needs the lock."""
         for batch in batches:
             self._batches.remove(batch)
         while any(self._planning is batch for batch in batches):
             self._changed.wait()
 
     def _plan(self, lookup: Lookup) -> bool:
-        """Plan what was announced, in order, as far as the budget goes. Whether that is all of it.
+        """Plans the prefetched batches in order, as far as the budget allows. Returns True if all are planned.
 
-        A batch whose plan fails does not hold up the others: its forward plans it again.
+        A batch whose plan fails does not block the others: its forward plans it again.
         """
         while True:
             with self._changed:
@@ -292,7 +292,7 @@ class PrefetchQueue:
 
 
 def _count_unused(batches: list[_PrefetchedBatch]) -> int:
-    """The number of batches that were announced, with their ids, and read by no forward."""
+    """Returns the number of batches that were prefetched with their ids and read by no forward."""
     return sum(batch.ids is not None and not batch.is_used for batch in batches)
 
 

@@ -1,13 +1,13 @@
 """Lookups: ids in, rows out, with the update in the backward.
 
-The way of a batch:
+Steps of a batch:
 
-1. plan: find the distinct ids, pin their rows, and begin to fetch those that are elsewhere.
-2. wait: every row is in a slot of the tier that the kernels run on.
+1. plan: find the distinct ids, pin their rows, and start loading rows from lower tiers.
+2. wait: every row is in a slot of the tier that the kernels use.
 3. forward.
-4. backward: sum the gradients of each row, update it, and unpin the rows. A plan that is dropped, or whose graph dies, unpins too.
+4. backward: sum the gradients of each row, update it, and unpin the rows. Dropping a plan, or freeing its graph, unpins too.
 
-Shapes: F features, B bags a feature, N occurrences of ids, D a table's width, C columns of the pooled output.
+Shapes: F features, B bags per feature, N occurrences of ids, D a table's width, C columns of the pooled output.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ ParamGroups = Callable[[], Sequence[Mapping[str, Any]]]
 
 
 class LookupGroup:
-    """Looks ids of several features up in several tables at once.
+    """Looks up ids of several features in several tables.
 
-    `feature_tables[f]` is the table of feature f; the features of one table lie side by side. `param_groups()` gives the
-    optimizer's groups, one for each table in the tables' order, and every backward calls it.
+    `feature_tables[f]` is the table of feature f; features of the same table are adjacent. `param_groups()` returns the optimizer's
+    groups, one per table in table order, and every backward calls it.
     """
 
     def __init__(
@@ -64,24 +64,24 @@ class LookupGroup:
     ) -> None:
         """Every backward calls `after_backward` at its end, with its error or None. It may raise.
 
-        `all_reduce` adds up a tensor of all ranks that share the tables, in place; None where this rank has them alone.
+        `all_reduce` sums a tensor over all ranks that share the tables, in place; None if only this rank has the tables.
         """
         self.tables = list(tables)
         self.feature_tables = list(feature_tables)
         self.param_groups = param_groups
-        # One plan is for all tables, which read alike for ids without a row.
+        # One plan covers all tables, which have the same `missing` setting.
         self.missing = self.tables[0].settings.lifecycle.missing
         self.device = self.tables[0].device
         self._kernels = kernels
         self.after_backward = after_backward
-        # Integers of the sums of the gradients of refused ids, of the tables where such ids share a row.
+        # Number of integers in the gradient sums of all OOV rows.
         self._oov_sums_size = sum(
             oov_sums_size(table.dim) for table in self.tables if table.settings.lifecycle.has_oov_row
         )
         self._all_reduce = all_reduce if self._oov_sums_size else None
-        # A table whose rows are kept on SSD. Its step tells, when the process ends amid a step, how far the step came.
+        # A table with an SSD tier. If the process exits during a training step, its step number shows the progress of that step.
         self.ssd_table = next((table for table in self.tables if table.tiers.ssd), None)
-        # Tables of whose evicted rows somebody is told.
+        # Tables with an eviction callback.
         self._evict_notifiers = [table.evict_notifier for table in self.tables if table.evict_notifier.has_callback]
         self._native_lookup: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
         self.prefetch_queue = PrefetchQueue()  # its batches have the options of `plan_options`
@@ -99,25 +99,25 @@ class LookupGroup:
         return self._native_lookup[1], self._native_lookup[2]
 
     def oov_gradient_sums(self) -> OovGradientSums:
-        """What one backward sums for the rows that refused ids share."""
+        """Returns the accumulator of one backward's gradient sums for the OOV rows."""
         return OovGradientSums(self._all_reduce, self._oov_sums_size)
 
     # ---- lookahead
 
     def prefetch(self, ids: IdBatch, *, train: bool) -> bool:
-        """Announce the batch of a later forward, in the order of the forwards. Its rows are fetched while others compute.
+        """Prefetches the batch of a later forward, in the order of the forwards. Its rows are loaded while other batches compute.
 
-        False where the budget ended before all rows were fetched; the forward fetches the rest.
+        Returns False if the budget ended before all rows were loaded; the forward loads the rest.
         """
         lookup, _ = self._open()
         self._warn_of_dropped(self.prefetch_queue.drop_oldest(train=train), f"prefetch at most {MAX_PREFETCHED} ahead")
         return self.prefetch_queue.prefetch(lookup, ids, self.plan_options(train))
 
     def prefetch_in_background(self, ids: IdBatch, *, train: bool, on_error: Callable[[Exception], None]) -> None:
-        """Do as `prefetch` on a thread beside, which calls `on_error` with an error; `lookahead.settle` waits for it.
+        """Like `prefetch`, but on a planner thread, which calls `on_error` with an error; see `PrefetchQueue.wait_until_planned`.
 
-        It is done on this thread where the order of planning and training would show: in the rows that a full table drops, and with
-        a device tier.
+        Runs on the calling thread if the order of planning and training affects results: if a full table drops rows, and with a
+        device tier.
         """
         lookup, _ = self._open()
         options = self.plan_options(train)
@@ -130,24 +130,25 @@ class LookupGroup:
             on_error(error)
 
     def place_next(self, ids: IdBatch, on_error: Callable[[Exception], None]) -> None:
-        """Move the rows of the next training batch to the device, if it was announced, its rows are in RAM, and no rule looks.
+        """Moves the rows of the next training batch to the device, if the batch was prefetched and its rows are in RAM.
 
-        After an error, with which `on_error` is called, the forward moves the rows.
+        Does nothing if admission is decided at placement. After an error, with which `on_error` is called, the forward moves the
+        rows.
         """
         on_device = any(table.device_rows is not None for table in self.tables)
         if on_device and not any(table.settings.is_admission_at_placement for table in self.tables):
             self.prefetch_queue.place(ids, self._place_rows, on_error)
 
     def drop_prefetched(self) -> None:
-        """Forget every announced batch and unpin its rows."""
+        """Drops every prefetched batch and unpins its rows."""
         self.prefetch_queue.clear()
 
     def plan_options(self, train: bool) -> PlanOptions:
-        """How batches of the group are planned."""
+        """Returns the plan options of the group's batches."""
         return PlanOptions(train, self.missing or "not_admitted", kernel_threads())
 
     def plan(self, ids: IdBatch, *, train: bool) -> PlannedBatch:
-        """Plan the batch of the next forward, or take over the plan that was announced for it."""
+        """Plans the batch of the next forward, or returns its prefetched plan."""
         lookup, _ = self._open()
         # With activation checkpointing a forward runs again within a backward.
         recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
@@ -171,7 +172,7 @@ class LookupGroup:
             warnings.warn(f"{which}: {remedy}", EmbCacheWarning, stacklevel=3)
 
     def table_names(self) -> str:
-        """The names of the tables, for messages."""
+        """Returns the names of the tables, for messages."""
         return ", ".join(repr(table.name) for table in self.tables)
 
     # ---- forward and backward
@@ -189,19 +190,19 @@ class LookupGroup:
         planned: PlannedBatch | None = None,
         unchanged_inputs: Sequence[Tensor] = (),
     ) -> Tensor:
-        """[B, C]: the sum or mean of each bag's rows, features side by side.
+        """Returns [B, C]: the sum or mean of each bag's rows, features concatenated along the columns.
 
         Args:
             ids: [N], feature after feature.
-            offsets: [F * B + 1], where each bag begins in `ids`, feature after feature, and where the last one ends.
-            mean: [F], which features are averaged; the others are summed.
+            offsets: [F * B + 1], the bounds of the bags in `ids`, feature after feature.
+            mean: [F], the features that are averaged; the others are summed.
             weights: float32 [N] on the tables' device. They get a gradient.
             train: False: nothing is updated, inserted or kept pinned.
-            anchor: any tensor that requires grad. Because of it autograd runs the update.
-            clicks: [N], those of each occurrence, which `ShowClick` counts. None: no clicks.
-            planned: the batch's plan, where `plan` made it before.
-            unchanged_inputs: tensors that must not change in place before the backward, as `weights` must not. The backward raises
-                torch's `RuntimeError` where one has changed, and updates nothing.
+            anchor: any tensor that requires grad. It makes autograd run the update.
+            clicks: [N], the clicks of each occurrence, which `ShowClick` counts. None: no clicks.
+            planned: the batch's plan, if `plan` was called before.
+            unchanged_inputs: tensors that, like `weights`, must not change in place before the backward. If one has changed, the
+                backward raises torch's `RuntimeError` and updates nothing.
         """
         features = len(self.feature_tables)
         check_offsets(offsets, len(ids), features)
@@ -210,7 +211,7 @@ class LookupGroup:
                 'per-sample weights with mode "mean": torch has no such thing either; use mode "sum"'
             )
         pooled = PooledInputs(
-            np.array(offsets, np.int64),  # the backward needs them as they are now
+            np.array(offsets, np.int64),  # copied for the backward
             contiguous(weights.detach()) if weights is not None else None,
             np.array(mean, np.bool_),
         )
@@ -235,9 +236,9 @@ class LookupGroup:
         clicks: U32 | None = None,
         planned: PlannedBatch | None = None,
     ) -> Tensor:
-        """[N, D]: the row of each id. The tables have one width.
+        """Returns [N, D]: the row of each id. The tables have the same width.
 
-        `splits` [F + 1]: where the ids of each feature begin, and where the last ones end. See `pooled` for the others.
+        `splits` [F + 1]: the bounds of the features in `ids`. See `pooled` for the others.
         """
         batch = IdBatch(ids, splits, clicks)
         if train:
@@ -246,7 +247,7 @@ class LookupGroup:
         return found.evaluate(lambda kernels: kernels.forward_sequence(found.plan, len(ids)))
 
     def _weighted_sum(self, ids: I64, splits: I64, pooled: PooledInputs, weights: Tensor) -> Tensor:
-        """`pooled` without training, of torch's own ops, so that it can be differentiated by `weights`. One feature at a time."""
+        """Like `pooled` without training, but built from torch ops and differentiable by `weights`. One feature at a time."""
         parts = []
         for feature, table in enumerate(self.feature_tables):
             begin, end = int(splits[feature]), int(splits[feature + 1])
@@ -259,27 +260,27 @@ class LookupGroup:
         return torch.cat(parts, 1)
 
     def sweep_after_step(self) -> None:
-        """A step was committed: sweep the tables whose sweep is due, and hangs on no other rank.
+        """Runs due sweeps after a committed step, for tables whose sweeps do not depend on other ranks.
 
-        Raises only where there is an `after_backward` to take the error; see `sweep_in_backward`.
+        Raises only if there is an `after_backward` that receives the error; see `sweep_in_backward`.
         """
         if self._swept_tables:
             sweep_in_backward(self._swept_tables, until_done=self.after_backward is None)
 
     @profiled("embcache::rows")
     def _place_rows(self, plan: _native.Plan) -> None:
-        """Put the rows of a plan into their slots. An error leaves each row where it was."""
+        """Puts the rows of a plan into their slots. On an error each row stays in its tier."""
         tiers = [table.tier for table in self.tables]
         if not any(tiers):
             plan.wait()
         elif not plan.is_placed():
             plan.wait_for_reads()
-            # Exclusively: whoever copies rows must not read a slot before its row is there.
+            # Exclusive access: a thread that copies rows must not read a slot before its row is there.
             with table_memory_errors(self.table_names(), self.device):
                 plan.run_exclusively(lambda: place_rows(plan, tiers))
 
     def place(self, plan: _native.Plan) -> KernelBackend:
-        """Wait for the plan's rows, and put them into the slots that the kernels read."""
+        """Waits for the plan's rows, and puts them into the slots that the kernels read. Returns the kernels."""
         _, backend = self._open()
         self._place_rows(plan)
         self._warnings.warn_after_placement(plan)
@@ -287,7 +288,7 @@ class LookupGroup:
 
 
 class PlannedBatch:
-    """A planned batch: its rows are pinned, and their fetches have begun. Dropping it unpins them."""
+    """A planned batch: its rows are pinned and being loaded. Dropping it unpins them."""
 
     def __init__(self, group: LookupGroup, plan: _native.Plan, train: bool) -> None:
         self.group = group
@@ -296,13 +297,13 @@ class PlannedBatch:
         self._backend: KernelBackend | None = None
 
     def wait(self) -> KernelBackend:
-        """Wait until every row is in its slot. Returns the kernels to run."""
+        """Waits until every row is in its slot. Returns the kernels to run."""
         if self._backend is None:
             self._backend = self.group.place(self.plan)
         return self._backend
 
     def evaluate(self, run: Callable[[KernelBackend], Tensor]) -> Tensor:
-        """What `run` makes of the kernels, when every row is in its slot. The rows are unpinned then."""
+        """Returns the result of `run` on the kernels, after every row is in its slot. Unpins the rows."""
         try:
             with table_memory_errors(self.group.table_names(), self.group.device):
                 return run(self.wait())
@@ -310,12 +311,12 @@ class PlannedBatch:
             self.release()
 
     def release(self) -> None:
-        """Unpin the rows; harmless twice."""
+        """Unpins the rows. Idempotent."""
         self.plan.release()
 
 
 class _LookupBatch(ABC):
-    """One forward and its backward. The autograd graph owns it, so that its rows are unpinned when the graph dies."""
+    """One forward and its backward. The autograd graph owns it, so that its rows are unpinned when the graph is freed."""
 
     def __init__(self, planned: PlannedBatch) -> None:
         self.planned = planned
@@ -328,21 +329,21 @@ class _LookupBatch(ABC):
 
     @profiled("embcache::lookup")
     def forward(self) -> Tensor:
-        """Wait for every row, then run the kernel."""
+        """Waits for every row, then runs the kernel."""
         with table_memory_errors(self.group.table_names(), self.group.device):
             self.backend = self.planned.wait()
             return self.run()
 
     @abstractmethod
     def run(self) -> Tensor:
-        """Run the forward's kernel."""
+        """Runs the forward's kernel."""
 
     @abstractmethod
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
-        """Update the rows from a contiguous `grad`, commit and unpin. Returns the gradient of the weights with `weight_grad`."""
+        """Updates the rows from a contiguous `grad`, commits and unpins. With `weight_grad`, returns the weights' gradient."""
 
     def check_backward(self) -> None:
-        """`StateError` unless this is the one backward of the forward; `UnsupportedError` where it is to be differentiated."""
+        """Raises `StateError` for a second backward of the forward, and `UnsupportedError` for `create_graph=True`."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "create_graph=True: the update runs in the backward, which has no derivative of its own"
@@ -351,9 +352,9 @@ class _LookupBatch(ABC):
             raise StateError("the second backward of one forward: its update is done; run the forward again")
 
     def begin_backward(self) -> tuple[NDArray[np.float64], list[float | None]]:
-        """The optimizer's numbers as the core takes them, and each table's `max_gradient`. After this there is no second backward.
+        """Returns the native hyperparameters and each table's `max_gradient`. Afterwards another backward raises.
 
-        Raises `StateError` where a table has no optimizer, `ConfigError` where a number is out of range; nothing is done then.
+        Raises `StateError` if a table has no optimizer, and `ConfigError` if a hyperparameter is out of range, both without effect.
         """
         for table in self.group.tables:
             if table.optimizer is None:
@@ -369,11 +370,11 @@ class _LookupBatch(ABC):
         return numbers, limits
 
     def clamp_gradient(self, grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
-        """`grad` with the part of each feature, `sizes` along `dim`, clamped to the limit of its table."""
+        """Returns `grad` with the part of each feature, of `sizes` along `dim`, clamped to the limit of its table."""
         return clamp_gradient(grad, [limits[table] for table in self.group.feature_tables], sizes, dim)
 
     def abandon(self) -> None:
-        """After a backward that failed: tell the other ranks and unpin the rows. There is no second try."""
+        """Notifies the other ranks of a failed backward and unpins the rows. The backward cannot be tried again."""
         self._is_done = True
         self.oov_sums.notify_failure()
         self.plan.release()
@@ -404,7 +405,7 @@ class _SequenceBatch(_LookupBatch):
         return self.backend.forward_sequence(self.plan, int(self.splits[-1]))
 
     def backward(self, grad: Tensor, weight_grad: bool) -> None:
-        del weight_grad  # sequences have none
+        del weight_grad  # sequences have no weights
         numbers, limits = self.begin_backward()
         grad = self.clamp_gradient(grad, limits, np.diff(self.splits).tolist(), 0)
         self.backend.backward_sequence(self.plan, grad, numbers, self.oov_sums)
@@ -416,7 +417,7 @@ class _FusedLookup(torch.autograd.Function):
         ctx: Any, _anchor: Tensor, weights: Tensor | None, batch: _LookupBatch, *unchanged_inputs: Tensor
     ) -> Tensor:
         ctx.batch = batch
-        # Autograd notes the versions of these. Tensors of inference mode have no version, and autograd refuses them.
+        # Autograd records the versions of these tensors. Inference tensors have no version, and autograd rejects them.
         noted = [each for each in (weights, *unchanged_inputs) if each is not None and not each.is_inference()]
         if noted:
             ctx.save_for_backward(*noted)
@@ -431,7 +432,7 @@ class _FusedLookup(torch.autograd.Function):
         weight_grad = None
         try:
             batch.check_backward()
-            _ = ctx.saved_tensors  # raises where one was changed in place after the forward
+            _ = ctx.saved_tensors  # raises if one was changed in place after the forward
             check_backward_updates_rows(ctx.next_functions[0][0])
             with table_memory_errors(batch.group.table_names(), batch.group.device):
                 weight_grad = batch.backward(contiguous(grads[0]), ctx.needs_input_grad[1])
@@ -439,14 +440,14 @@ class _FusedLookup(torch.autograd.Function):
         except Exception as caught:
             if after is None:
                 raise
-            # An error of another rank is raised here when the ranks agree.
+            # Another rank's error is raised here when the ranks agree.
             error = None if isinstance(caught, OtherRankFailedError) else caught
             batch.abandon()
         try:
             if after is not None:
                 after(error)
         finally:
-            del error  # its traceback has this frame: the cycle would keep the batch until the next garbage collection
+            del error  # breaks a reference cycle with its traceback, which would keep the batch until the next garbage collection
         anchor_grad = anchor_gradient(ctx.next_functions[0][0])
         return anchor_grad, weight_grad, *(None for _ in ctx.needs_input_grad[2:])
 

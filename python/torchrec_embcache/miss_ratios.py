@@ -1,4 +1,4 @@
-"""How the miss ratio of a table depends on how many of its rows are in RAM, as users see it."""
+"""Miss ratio as a function of the number of rows in RAM."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["MeasuredTable", "MissRatioCurve"]
 
 @dataclass(frozen=True, eq=False)
 class MissRatioCurve:
-    """The misses of caches of many sizes as shares of their lookups, measured on the traffic of one shard of a table.
+    """Miss ratios of caches of several sizes, measured on the traffic of one shard of a table.
 
     A lookup is a distinct id of a batch that has a row or gets one. A cache is the device tier and the host tier together.
 
-    - `policy`: of the caches.
-    - `rows`: how many rows a cache holds, int64 [n], rising.
+    - `policy`: the replacement policy of the caches.
+    - `rows`: number of rows in a cache, int64 [n], ascending.
     - `miss_ratios`: its misses divided by its lookups, float64 [n], 0 to 1. The first use of an id is a miss, too.
-    - `first_use_ratio`: the share of lookups that were the first of their id. They miss in every cache.
-    - `new_row_ratio`: the share of lookups that initialize their row. They miss, too, and nothing is read for them.
-    - `lookups`: how many there were.
-    - `batches`: how many batches they were of.
-    - `largest_batch`: the most lookups of one batch.
-    - `distinct_ids`: how many ids there were since the table was opened, as estimated.
-    - `sampling_rate`: the share of the ids that the measurement follows now.
+    - `first_use_ratio`: the fraction of lookups that were the first of their id. They miss in every cache.
+    - `new_row_ratio`: the fraction of lookups that initialize their row. They miss, too, but read nothing.
+    - `lookups`: number of lookups.
+    - `batches`: number of batches.
+    - `largest_batch`: maximum number of lookups in a batch.
+    - `distinct_ids`: estimated number of distinct ids since the table was opened.
+    - `sampling_rate`: the fraction of the ids that the measurement currently follows.
 
-    The sizes are whole steps of the measurement, from 32 / `sampling_rate` rows on; `at` gives the ratio of any size.
+    The sizes are multiples of the measurement's resolution, from 32 / `sampling_rate` rows on; `at` returns the ratio of any size.
 
     Examples:
         >>> import torch
@@ -69,14 +69,14 @@ class MissRatioCurve:
 
     @classmethod
     def from_native(cls, native: _native.MissRatioCurve) -> Self:
-        """From what the core measured."""
+        """Converts the native curve."""
         values = {field.name: getattr(native, field.name) for field in fields(cls)}
         return cls(**values | {"rows": native.rows.astype(np.int64)})
 
     def at(self, rows: float) -> float:
-        """The miss ratio of a cache of `rows` rows, 0 to 1: interpolated over the logarithm of the size.
+        """Returns the miss ratio of a cache of `rows` rows, 0 to 1, interpolated over the logarithm of the size.
 
-        A cache of no rows misses always. Between that and the smallest size that was measured the ratio falls along a line.
+        A cache of 0 rows always misses. From there to the smallest measured size the ratio is interpolated linearly.
         """
         if not len(self.rows) or self.lookups == 0:
             return 0.0
@@ -87,16 +87,16 @@ class MissRatioCurve:
         return float(np.interp(np.log(max(rows, 1.0)), logs, self.miss_ratios))
 
     def reads_at(self, rows: float) -> float:
-        """The share of lookups for which a cache of `rows` rows has a row read from SSD: its misses without new rows."""
+        """Returns the fraction of lookups for which a cache of `rows` rows reads a row from SSD: its misses without new rows."""
         return max(self.at(rows) - self.new_row_ratio, 0.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields as JSON has them; `from_dict` makes a curve of them."""
+        """Returns the fields as JSON values; the inverse of `from_dict`."""
         return {**vars(self), "rows": self.rows.tolist(), "miss_ratios": self.miss_ratios.tolist()}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """The curve that `as_dict` gave. `CorruptionError` for anything else."""
+        """Restores the curve from the result of `as_dict`. Raises `CorruptionError` for any other input."""
         try:
             made = cls(
                 policy=fields["policy"],
@@ -124,7 +124,7 @@ def _are_ratios(curve: MissRatioCurve) -> bool:
 
 
 class _MeasuredShard(Protocol):
-    """What is asked of the shard behind a table."""
+    """The attributes of a table's shard that this module uses."""
 
     @property
     def name(self) -> str: ...
@@ -141,20 +141,20 @@ class MeasuredTable(CloseOnExitMixin):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the table; harmless twice."""
+        """Closes the table. Idempotent."""
 
     def miss_ratio_curve(self, policy: CachePolicy | None = None, *, reset: bool = False) -> MissRatioCurve:
-        """The miss ratios of caches of other sizes, as measured since the table was opened, or since the last call with `reset`.
+        """Returns the miss ratios of other cache sizes, measured since the table was opened or since the last call with `reset`.
 
-        It needs `TierBudgets(sizing=True)`, which takes at most 8 MiB of RAM for each table, beyond its budgets.
+        Requires `TierBudgets(sizing=True)`, which uses at most 8 MiB of RAM per table in addition to its budgets.
 
         Args:
-            policy: of the caches: the table's own (None), or "lru", which is measured besides.
-            reset: count from zero on after this call. The caches stay as warm as they are, so that what comes next is not a cold
+            policy: the replacement policy of the caches: the table's own (None), or "lru", which is always measured, too.
+            reset: restarts the counters at zero after this call. The caches stay warm, so that the next measurement is not a cold
                 start.
 
         Raises:
-            StateError: nothing is measured.
+            StateError: the table does not measure its miss ratios.
             ConfigError: `policy` is neither the table's nor "lru".
         """
         curves = _native.miss_ratio_curves(self._shard.native, reset=reset)

@@ -1,11 +1,11 @@
 """Optimizers that update the rows of a batch in the backward itself.
 
-The formulas are FBGEMM's (`fbgemm_gpu/codegen/genscript/optimizers.py`) where it has the optimizer. The gradients of an id that
-occurs several times are summed first, and then its row is updated once. Weight decay touches only the rows of the batch.
-Hyperparameters default to those of `torch.optim` where it has the optimizer.
+The formulas are FBGEMM's (`fbgemm_gpu/codegen/genscript/optimizers.py`) if it has the optimizer. The gradients of an id that occurs
+several times are summed first; then its row is updated once. Weight decay applies only to the rows of the batch. The default
+hyperparameters are those of `torch.optim` if it has the optimizer.
 
-In the formulas `w` is a row's weights [D], `g` the sum of its gradients [D], and D the table's width. N rows have slots [N, D]
-or [N].
+In the formulas `w` is a row's weights [D], `g` the sum of its gradients [D], and D the table's width. N rows have slots [N, D] or
+[N].
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,16 +41,16 @@ OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "p
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """Base of the optimizers: which slots rows carry, and the numbers that training starts with.
+    """Base class of the optimizers: the slots of rows and the initial hyperparameters.
 
     Args:
         lr: learning rate, 0 or more.
         weight_decay: 0 or more.
-        max_gradient: each element of the gradient that reaches the lookup's output is clamped to [-max_gradient, max_gradient],
-            before it is divided for a mean, weighted, and summed over the occurrences of an id. FBGEMM does this with
-            `gradient_clipping=True`. None: nothing is clamped. `docs/fused-updates.md` has the other kinds of clipping.
+        max_gradient: clamps each element of the gradient of the lookup's output to [-max_gradient, max_gradient], before it is
+            divided for a mean, weighted, and summed over the occurrences of an id. FBGEMM does this with `gradient_clipping=True`.
+            None: no clamping. `docs/fused-updates.md` has the other kinds of clipping.
 
-    Raises `ConfigError` for a number out of range.
+    Raises `ConfigError` for a value out of range.
 
     Examples:
         >>> from torchrec_embcache import optimizers
@@ -61,7 +61,7 @@ class OptimizerSpec:
 
     kind: ClassVar[OptimizerKind]
     slot_names: ClassVar[tuple[str, ...]]
-    vector_slots: ClassVar[int]  # how many slots have width D; a further slot is one number a row
+    vector_slots: ClassVar[int]  # number of slots of width D; a further slot is one float per row
     lr: float
     weight_decay: float = 0.0
     max_gradient: float | None = None
@@ -71,7 +71,7 @@ class OptimizerSpec:
         check_max_gradient(type(self).__name__, self.param_group())
 
     def param_group(self) -> dict[str, Any]:
-        """A new entry for `param_groups`, without its params: `lr`, `weight_decay`, and the other numbers of the formula."""
+        """Returns a new entry for `param_groups`, without its params: `lr`, `weight_decay`, and the other hyperparameters."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.max_gradient is None:
             del values["max_gradient"]
@@ -79,24 +79,24 @@ class OptimizerSpec:
 
     @property
     def display_name(self) -> str:
-        """What the user called it, such as "torch.optim.Adagrad". By default its name here, such as "optimizers.Adagrad"."""
+        """The user's name for it, such as "torch.optim.Adagrad". By default its name here, such as "optimizers.Adagrad"."""
         return str(self.__dict__.get("_given_as", f"optimizers.{type(self).__name__}"))
 
     def with_display_name(self, name: str) -> Self:
-        """This optimizer, after noting that the user called it `name`."""
+        """Sets the user's name for this optimizer to `name`. Returns self."""
         object.__setattr__(self, "_given_as", name)
         return self
 
     def scalar_slot(self) -> bool:
-        """Whether rows carry a slot of one number."""
+        """True if rows have a slot of one float."""
         return len(self.slot_names) > self.vector_slots
 
     def vector_floats(self, dim: int) -> int:
-        """How many floats a row's vector part has: D for the weights, and D for each vector slot."""
+        """Returns the number of floats in a row's vector part: D for the weights, and D for each vector slot."""
         return dim * (1 + self.vector_slots)
 
     def record_floats(self, dim: int) -> int:
-        """How many floats a row has with all its slots."""
+        """Returns the number of floats in a row with all its slots."""
         return self.vector_floats(dim) + self.scalar_slot()
 
 
@@ -140,7 +140,7 @@ class Adagrad(OptimizerSpec):
 class RowWiseAdagrad(OptimizerSpec):
     """`g += weight_decay * w; sum += mean(g * g); w -= lr * g / (sqrt(sum) + eps)`, with the slot `sum` [N].
 
-    It keeps one number a row. `eps`: 0 or more.
+    It stores one float per row. `eps`: 0 or more.
 
     Examples:
         >>> from torchrec_embcache import optimizers
@@ -159,7 +159,7 @@ class RowWiseAdagrad(OptimizerSpec):
 class Adam(OptimizerSpec):
     """Adam with L2 weight decay, which is added to the gradient. Its slots are `exp_avg` and `exp_avg_sq`, [N, D] each.
 
-    The bias is corrected by the table's step. As with `torch.optim.SparseAdam`, rows outside the batch do not move, and their
+    The bias correction uses the table's step. As with `torch.optim.SparseAdam`, rows outside the batch are not updated, and their
     moments do not decay. `betas`: two numbers from 0 to below 1. `eps`: 0 or more.
 
     Examples:
@@ -178,8 +178,7 @@ class Adam(OptimizerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(OptimizerSpec):
-    """Adam with decoupled weight decay, `w -= lr * weight_decay * w`. Slots and numbers are those of `Adam`.
-
+    """Adam with decoupled weight decay, `w -= lr * weight_decay * w`. Its slots and hyperparameters are those of `Adam`.
 
     Examples:
         >>> from torchrec_embcache import optimizers
@@ -198,7 +197,7 @@ class AdamW(OptimizerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRowWiseAdam(OptimizerSpec):
-    """`AdamW` with one second moment a row: it keeps D + 1 numbers a row in place of Adam's 2 D.
+    """`AdamW` with one second moment per row: it stores D + 1 floats per row instead of Adam's 2 D.
 
     The formula is that of FBGEMM's `PARTIAL_ROWWISE_ADAM`, at the table's step t:
     `m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * mean(g * g);`
@@ -208,10 +207,10 @@ class PartialRowWiseAdam(OptimizerSpec):
         lr: learning rate, 0 or more.
         betas: b1 and b2, two numbers from 0 to below 1.
         eps: 0 or more.
-        weight_decay: 0 or more; decoupled from the gradient, as FBGEMM has it.
+        weight_decay: 0 or more; decoupled from the gradient, as in FBGEMM.
         max_gradient: see `OptimizerSpec`.
 
-    Its slots are `exp_avg` [N, D], which is m, and `exp_avg_sq` [N], which is v. Raises `ConfigError` for a number out of range.
+    Its slots are `exp_avg` [N, D], which is m, and `exp_avg_sq` [N], which is v. Raises `ConfigError` for a value out of range.
 
     Examples:
         >>> from torchrec_embcache import optimizers
@@ -230,31 +229,31 @@ class PartialRowWiseAdam(OptimizerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class FTRL(OptimizerSpec):
-    """FTRL-Proximal by column. Its L1 regularisation makes weights exactly 0 (McMahan et al., KDD 2013).
+    """FTRL-Proximal by column. Its L1 regularization makes weights exactly 0 (McMahan et al., KDD 2013).
 
     The source is "Ad click prediction: a view from the trenches", algorithm 1, whose alpha is `lr`. With `g` of the batch:
     `g += weight_decay * w; sigma = (sqrt(n + g * g) - sqrt(n)) / lr; z += g - sigma * w; n += g * g;`
-    `w = -(z - sign(z) * l1) / ((beta + sqrt(n)) / lr + l2)`, and `w = 0` where `abs(z) <= l1`. Where that divisor is 0 (`beta` and
-    `l2` are 0, and so were all gradients) w is 0 too.
+    `w = -(z - sign(z) * l1) / ((beta + sqrt(n)) / lr + l2)`, and `w = 0` if `abs(z) <= l1`. If that divisor is 0 (`beta` and `l2`
+    are 0, and all gradients were 0) w is 0, too.
 
-    A row is born with the weights w0 of its initializer and z = n = 0. Its first update weighs them against `beta`: without l1, l2
-    and decay it gives `w = (abs(g) * w0 - lr * g) / (beta + abs(g))`. So a large `beta` nearly forgets w0, `beta=0` keeps it, and
-    a column whose gradient is 0 becomes 0. The paper's rows are born as zeros: `initializers.Constant(0.0)`. The same first update
-    meets rows that are imported without slots or loaded with `slots=False`. TensorFlow's `Ftrl` forgets w0 in this way too.
+    A new row has the weights w0 of its initializer and z = n = 0. Its first update weighs them against `beta`: without l1, l2 and
+    decay it gives `w = (abs(g) * w0 - lr * g) / (beta + abs(g))`. A large `beta` therefore nearly forgets w0, `beta=0` keeps it,
+    and a column whose gradient is 0 becomes 0. In the paper new rows are zeros: `initializers.Constant(0.0)`. The same first update
+    applies to rows that are imported without slots or loaded with `slots=False`. TensorFlow's `Ftrl` forgets w0 in the same way.
 
-    Keep `lr` as it is while a table trains. z stands for weights of one learning rate: after `lr` is multiplied by a, the next
-    update of a row multiplies its weights by about a. The steps become smaller by themselves as n grows.
+    Keep `lr` constant while a table trains. z represents weights of one learning rate: after `lr` is multiplied by a, the next
+    update of a row multiplies its weights by about a. The steps become smaller as n grows.
 
     Args:
         lr: learning rate, more than 0.
         beta: 0 or more; it bounds the first steps.
         l1: 0 or more; a column is 0 as long as its z is within l1 of 0.
         l2: 0 or more; it draws weights towards 0. It is the paper's: TensorFlow and Keras multiply theirs by 2.
-        weight_decay: 0 or more; is added to the gradient, beside l2, and so counts in n.
+        weight_decay: 0 or more; it is added to the gradient, in addition to l2, and so counts in n.
         max_gradient: see `OptimizerSpec`.
 
-    Its slots are `z` and `n`, [N, D] each. Raises `ConfigError` for a number out of range. TorchRec and FBGEMM have no such
-    optimizer, so only modules that take an optimizer of this module can have it.
+    Its slots are `z` and `n`, [N, D] each. Raises `ConfigError` for a value out of range. TorchRec and FBGEMM have no such
+    optimizer, so only modules that take an optimizer of this module support it.
 
     Examples:
         >>> import torch
@@ -285,17 +284,17 @@ class LAMB(OptimizerSpec):
     The formula is that of FBGEMM's `LAMB`, with the norms of a row, at the table's step t:
     `m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g * g;`
     `r = m / (1 - b1**t) / (sqrt(v / (1 - b2**t)) + eps) + weight_decay * w; w -= lr * norm(w) / norm(r) * r`.
-    Where a norm is 0 their ratio counts as 1, as in the code of LAMB's authors. FBGEMM differs there: a row of zeros never moves,
-    and a row without any gradient and decay becomes NaN.
+    If a norm is 0, their ratio counts as 1, as in the code of LAMB's authors. FBGEMM differs: a row of zeros is never updated, and
+    a row without gradient and decay becomes NaN.
 
     Args:
-        lr: learning rate, 0 or more; an update changes a row by this share of its norm.
+        lr: learning rate, 0 or more; an update changes a row by this fraction of its norm.
         betas: b1 and b2, two numbers from 0 to below 1.
         eps: 0 or more.
-        weight_decay: 0 or more; is added to the direction, apart from the gradient, and counts in its norm.
+        weight_decay: 0 or more; it is added to the direction, not to the gradient, and counts in its norm.
         max_gradient: see `OptimizerSpec`.
 
-    Its slots are `exp_avg`, which is m, and `exp_avg_sq`, which is v, [N, D] each. Raises `ConfigError` for a number out of range.
+    Its slots are `exp_avg`, which is m, and `exp_avg_sq`, which is v, [N, D] each. Raises `ConfigError` for a value out of range.
 
     Examples:
         >>> import torch
@@ -317,11 +316,11 @@ class LAMB(OptimizerSpec):
     eps: float = 1e-8
 
 
-#: Every optimizer by its kind.
+#: All optimizers by kind.
 BY_KIND: dict[str, type[OptimizerSpec]] = {
     spec.kind: spec for spec in (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, PartialRowWiseAdam, FTRL, LAMB)
 }
-# A checkpoint knows the formula of its optimizer alone. This is what users may have called the optimizer.
+# A checkpoint identifies only the formula of its optimizer. These are the names that a user may know it by.
 _SAVED_NAMES = {
     "sgd": "SGD (or no optimizer)",
     "adagrad": "optimizers.Adagrad (torch's and TorchRec's Adagrad)",
@@ -335,9 +334,9 @@ _SAVED_NAMES = {
 
 
 def check_one_optimizer(table: str, param: torch.nn.Parameter | None, *, other_optimizers: int = 0) -> None:
-    """`UnsupportedError` where the weight `param` of `table` has several optimizers, of which one would be ignored.
+    """Raises `UnsupportedError` if the weight `param` of `table` has several optimizers, of which one would be ignored.
 
-    They are those of `apply_optimizer_in_backward`, and `other_optimizers` that the table was given otherwise.
+    Counts those of `apply_optimizer_in_backward`, and `other_optimizers` that the table has from other settings.
     """
     count = other_optimizers + len(getattr(param, "_optimizer_classes", ()))
     if other_optimizers and count > other_optimizers:
@@ -353,7 +352,7 @@ def check_one_optimizer(table: str, param: torch.nn.Parameter | None, *, other_o
 
 
 def check_saved_optimizer(table: str, optimizer: OptimizerSpec | None, saved: str) -> None:
-    """`MismatchError` unless rows with the slots of the kind `saved` fit the table, which has `optimizer`."""
+    """Raises `MismatchError` unless rows with slots of the optimizer kind `saved` fit the table, which has `optimizer`."""
     if (optimizer.kind if optimizer is not None else SGD.kind) == saved:
         return
     mine = f"the optimizer {optimizer.display_name}" if optimizer is not None else "no optimizer"
@@ -365,24 +364,24 @@ def check_saved_optimizer(table: str, optimizer: OptimizerSpec | None, saved: st
 
 
 def gradient_limits(groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """`max_gradient` of each `param_groups` entry. There is an entry for each table."""
+    """Returns `max_gradient` of each `param_groups` entry. There is one entry per table."""
     return [check_max_gradient(f"param_groups[{index}]", group) for index, group in enumerate(groups)]
 
 
 def native_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
-    """The `param_groups` entries of T tables as the core takes them: float64 [T, 8], whose columns are `Hyperparameters`."""
+    """Returns the native form of the `param_groups` of T tables: float64 [T, 8], whose columns are `Hyperparameters`."""
     rows = [check_hyperparameters(f"param_groups[{index}]", group) for index, group in enumerate(groups)]
     return np.array(rows, np.float64).reshape(len(rows), len(Hyperparameters._fields))
 
 
 def common_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The `defaults` of an optimizer with these `param_groups`, where schedulers look for `betas`: the numbers of all groups."""
+    """Returns the `defaults` of an optimizer with these `param_groups`: the names that all groups have. Schedulers read `betas`."""
     first = groups[0] if groups else {}
     return {name: first[name] for name in first if name != "params" and all(name in group for group in groups)}
 
 
 def grad_scaler_error() -> UnsupportedError:
-    """The error that `GradScaler.step` of an optimizer that is fused into the backward raises."""
+    """Returns the error that `GradScaler.step` raises for an optimizer fused into the backward."""
     return UnsupportedError(
         "GradScaler.step(): the rows were updated in the backward, with gradients that were still scaled. Train in bfloat16, which "
         "needs no scaler, or divide at the lookup's output: out.register_hook(lambda grad: grad / scaler.get_scale()); see "
@@ -391,11 +390,11 @@ def grad_scaler_error() -> UnsupportedError:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """What a user holds of an optimizer that runs in the backward: its `param_groups`, which every backward reads.
+    """The user's handle of an optimizer that runs in the backward: its `param_groups`, which every backward reads.
 
     `step()` and `zero_grad()` do nothing. Torch's learning-rate schedulers work on it: `OneCycleLR` and `CyclicLR` cycle the first
-    of `betas`, and an optimizer without `betas` needs their `cycle_momentum=False`. Its `state_dict` has the groups alone, because
-    the slots belong to the rows.
+    of `betas`, and an optimizer without `betas` needs their `cycle_momentum=False`. Its `state_dict` contains only the groups,
+    because the slots belong to the rows.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
@@ -404,25 +403,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         >>> item.optimizer.param_groups[0]["lr"] = 0.1  # from the next backward on
     """
 
-    # Schedulers ask whether the optimizer stepped before them. Here the backward steps.
+    # Schedulers check that the optimizer stepped before them. Here the backward steps.
     _opt_called = True
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """`torch.amp.GradScaler.step` asks an optimizer for this first. It raises `UnsupportedError`."""
+        """Raises `UnsupportedError`. `torch.amp.GradScaler.step` reads this attribute first."""
         raise grad_scaler_error()
 
     def __init__(self, params: Sequence[torch.nn.Parameter], specs: Sequence[OptimizerSpec]) -> None:
-        """Group i has one param, `params[i]`, which is the zero-row parameter of a table; its numbers are those of `specs[i]`."""
+        """Group i has one param, `params[i]`, the zero-row parameter of a table, and the hyperparameters of `specs[i]`."""
         groups = [{"params": [param], **spec.param_group()} for param, spec in zip(params, specs, strict=True)]
         super().__init__(groups, common_hyperparameters(groups))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Do nothing, because the backward updates. `UnsupportedError` for a closure, which would run the backward twice."""
+        """Does nothing, because the backward updates. Raises `UnsupportedError` for a closure: it would run the backward again."""
         if closure is not None:
             raise UnsupportedError(
                 f"step(closure={closure!r}): the update runs in the backward; call loss.backward() alone"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing, because no gradient is kept."""
+        """Does nothing, because no gradient is stored."""

@@ -1,6 +1,6 @@
-"""An import in which every rank gives rows of any ids, and each row goes into the shard of the rank that owns it.
+"""Collective import: every rank passes rows of any ids, and each row is stored in the shard of the rank that owns it.
 
-Shapes: n rows that a rank gives, m rows that arrive at it.
+Shapes: n rows that a rank passes, m rows that it receives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["import_on_all_ranks"]
 
 
 class ImportTarget(Protocol):
-    """What is asked of a rank's shard of a table here."""
+    """The attributes of a table's shard that this module uses."""
 
     dim: int
     device: torch.device
@@ -41,7 +41,7 @@ class ImportTarget(Protocol):
 
 @dataclass(frozen=True)
 class _ShardInfo:
-    """What a rank holds of a table, as the other ranks need to know it."""
+    """A rank's shard, as described to other ranks."""
 
     buckets: tuple[int, int]
     total_num_buckets: int
@@ -58,7 +58,7 @@ class _ShardInfo:
 
 @dataclass(frozen=True)
 class _ImportRows:
-    """Rows as the core takes them: `ids` int64 [n], `vectors` float32 [n, V], `scalars` float32 [n] or None, metadata or None."""
+    """Rows in native form: `ids` int64 [n], `vectors` float32 [n, V], `scalars` float32 [n] or None, metadata or None."""
 
     ids: NDArray[np.int64]
     vectors: NDArray[np.float32]
@@ -66,7 +66,7 @@ class _ImportRows:
     metadata: _native.RowMetadata | None
 
     def columns(self) -> list[NDArray[Any]]:
-        """Each column, [n] or [n, width]. Ranks that give the same parts have the same columns."""
+        """Returns the columns, [n] or [n, width] each. Ranks that pass the same parts have the same columns."""
         found: list[NDArray[Any]] = [self.ids, self.vectors]
         if self.scalars is not None:
             found.append(self.scalars)
@@ -84,11 +84,11 @@ def import_on_all_ranks(
     slots: Mapping[str, ValuesLike] | None,
     metadata: RowMetadata | None,
 ) -> None:
-    """Put rows into the shards of the table `name` that own them. Collective over the default process group.
+    """Imports rows into the shards of the table `name` that own them. Collective over the default process group.
 
-    `shard` is this rank's; None on a rank that has none. All ranks give slots, or none does, and so with metadata. Malformed rows
-    of one rank raise on all ranks before any row is changed. A shard that has no room for its rows raises on all ranks, when the
-    others have taken theirs. The same call, once there is room, imports the rest.
+    `shard` is this rank's; None on a rank without a shard. Slots are passed by all ranks or by none, and likewise metadata.
+    Malformed rows of one rank raise on all ranks before any row is changed. If the rows do not fit into a shard, the call raises on
+    all ranks after the other shards have imported theirs. Once there is space, the same call imports the rest.
     """
     agree_on_arguments("import_rows", lambda: {"table": name})
     holdings = all_gather(run_on_all_ranks(lambda: _ShardInfo.from_shard(shard)))
@@ -135,7 +135,7 @@ def _check_rows(
 
 
 def _owner_ranks(name: str, ids: NDArray[np.int64], shard_infos: list[_ShardInfo | None]) -> NDArray[np.int64]:
-    """The rank that owns each of `ids` [n]."""
+    """Returns the rank that owns each of `ids` [n]."""
     first = next(holding for holding in shard_infos if holding is not None)
     buckets = buckets_of(ids, first.total_num_buckets)
     owners = np.full(len(ids), -1, np.int64)
@@ -149,7 +149,7 @@ def _owner_ranks(name: str, ids: NDArray[np.int64], shard_infos: list[_ShardInfo
 
 
 def _exchange(rows: _ImportRows, owners: NDArray[np.int64]) -> _ImportRows:
-    """The rows that all ranks give to this one, in the order of the ranks. Collective."""
+    """Returns the rows that all ranks send to this one, in rank order. Collective."""
     order = np.argsort(owners, kind="stable")
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
@@ -163,9 +163,9 @@ def _exchange(rows: _ImportRows, owners: NDArray[np.int64]) -> _ImportRows:
 
 
 def _send(column: NDArray[Any], sent: list[int], received: list[int]) -> NDArray[Any]:
-    """Send one column's rows to their owners. Returns the rows that arrive here, [m] or [m, width], of the column's type.
+    """Sends one column's rows to their owners. Returns the rows received, [m] or [m, width], with the column's dtype.
 
-    They travel as bytes, which every backend of torch.distributed can send.
+    They are sent as bytes, which every backend of torch.distributed supports.
     """
     width = column.dtype.itemsize * (column.shape[1] if column.ndim == 2 else 1)
     own = torch.from_numpy(np.ascontiguousarray(column).reshape(-1).view(np.uint8))

@@ -1,4 +1,4 @@
-"""Directories of checkpoints as users give them, and the rules that they are held to."""
+"""Checkpoint directories passed by users, and their path checks."""
 
 import contextlib
 import errno
@@ -27,18 +27,18 @@ PathChecks = Literal["strict", "basic", "trusted"]
 # A directory that passed the checks, held by its descriptor.
 CheckpointDirectory = _native.CheckpointDirectory
 
-# The checks of directories that are opened without others. The command line sets them for one command.
+# The default checks of directories. The command line sets them for one command.
 _default_checks: ContextVar[PathChecks] = ContextVar("path_checks", default="basic")
 
 
 def default_checks() -> PathChecks:
-    """The checks of directories that are opened without others: basic ones, unless `override_default_checks` has set others."""
+    """Returns the default checks of directories: "basic", unless `override_default_checks` has set others."""
     return _default_checks.get()
 
 
 @contextlib.contextmanager
 def override_default_checks(checks: PathChecks) -> Iterator[None]:
-    """Open directories by these checks, where no others are given, until the block is left."""
+    """Sets the default checks of directories for the duration of the block."""
     before = _default_checks.set(checks)
     try:
         yield
@@ -47,16 +47,16 @@ def override_default_checks(checks: PathChecks) -> Iterator[None]:
 
 
 class CheckedPath(str):
-    """An absolute path whose text was checked when the user gave it, or that was made of such a path and may be longer."""
+    """An absolute path whose text was checked when the user passed it, or one derived from such a path, which may be longer."""
 
     __slots__ = ()
 
 
 def check_path(field: str, path: object) -> CheckedPath:
-    """Return a user's path as an absolute path, from the current directory of the process: it means the same when that changes.
+    """Returns a user's path as an absolute path, which stays valid when the current directory changes.
 
-    `PathError` names `field` where the path is no text, has not 1 to 1,024 characters, begins with "~", or has a scheme such as
-    "s3://"; and where it is relative and the current directory is gone.
+    Raises `PathError`, which names `field`, if the path is not text, has not 1 to 1,024 characters, begins with "~", or has a
+    scheme such as "s3://", or if it is relative and the current directory does not exist.
     """
     if isinstance(path, CheckedPath):
         return path
@@ -67,22 +67,22 @@ def check_path(field: str, path: object) -> CheckedPath:
 
 
 def open_to_save(path: object, checks: PathChecks | None = None) -> CheckpointDirectory:
-    """Check the directory at a user's path, make it when it is missing, and hold it. `PathError`, `StoragePermissionError`.
+    """Checks the directory at a user's path, creates it if missing, and opens it. Raises `PathError`, `StoragePermissionError`.
 
-    The links in `path` are followed, now and not again, except with strict checks. `default_checks` are the default.
+    Symbolic links in `path` are resolved once, in this call; strict checks reject them. `default_checks` are the default.
     """
     return _native.CheckpointDirectory.open_to_save(check_path("path", path), checks or default_checks())
 
 
 def open_to_load(path: object, checks: PathChecks | None = None) -> CheckpointDirectory:
-    """Check the directory at a user's path, which need not be writable, and hold it. `PathError`, `StoragePermissionError`."""
+    """Checks the directory at a user's path, which may be read-only, and opens it. Raises `PathError`, `StoragePermissionError`."""
     return _native.CheckpointDirectory.open_to_load(check_path("path", path), checks or default_checks())
 
 
 def path_exists(path: str | os.PathLike[str]) -> bool:
-    """Whether something lies at `path`; a link there is not followed.
+    """True if there is a file, directory or symbolic link at `path`. Does not follow a link.
 
-    What cannot be looked at is not taken for absent: `StoragePermissionError`, or `StorageError` with its `errno`.
+    Raises `StoragePermissionError`, or `StorageError` with its `errno`, if this cannot be determined.
     """
     try:
         os.lstat(path)

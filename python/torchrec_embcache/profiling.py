@@ -1,4 +1,4 @@
-"""Ranges of torch's profiler, by which a trace says what a step of the tables does."""
+"""Ranges of torch's profiler that show the work of the tables in a trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def profiled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have the calls of a function be ranges called `name` in a profile of torch's. Without a profiler they cost one comparison."""
+    """Records the calls of a function as ranges `name` in torch's profiler. Without a profiler a call costs one comparison."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The progress of long work, told to a callable or shown as a bar."""
+"""Progress reporting by callback or progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Progress", "ProgressOption", "ProgressTracker"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What this rank has done of a piece of work.
+    """Progress of one operation on this rank.
 
     Examples:
         >>> import torch
@@ -32,23 +32,23 @@ class Progress:
     work: str
     """"save", "load" or "compact"."""
     table: str
-    """The table that is being worked on, as `module/table`; "" where the work is on all tables together."""
+    """The current table, as `module/table`; "" if the operation is on all tables together."""
     rows: int
-    """How many rows are done, of all tables together."""
+    """Number of rows done, of all tables together."""
     total_rows: int | None
-    """The most rows that there will be; None where that is not known beforehand."""
+    """Maximum number of rows; None if unknown beforehand."""
 
 
 ProgressOption = Callable[[Progress], object] | bool | None
 
 
 class ProgressTracker:
-    """Counts the rows of one piece of work. A context manager. An exception of the callable ends the work and is raised."""
+    """Counts the rows of one operation. A context manager. An exception of the callable ends the operation and is raised."""
 
     def __init__(
         self, option: ProgressOption, work: str, total_rows: int | None = None, *, show_bar: bool = True
     ) -> None:
-        """`option`: a callable, True for a bar (only where `show_bar`; it needs tqdm), or None or False. `ConfigError`."""
+        """`option`: a callable, True for a bar (only if `show_bar`; requires tqdm), None or False. Raises `ConfigError`."""
         self._callback: Callable[[Progress], object] | None = None
         self._bar: Any = None
         self._work, self._table, self._rows, self.total_rows = work, "", 0, total_rows
@@ -66,12 +66,12 @@ class ProgressTracker:
             raise ConfigError(f"progress={option!r} is not known: give a callable, or True for a bar")
 
     def table(self, name: str) -> None:
-        """Say that the rows that follow are of this table."""
+        """Sets the table of the following rows."""
         self._table = name
         self.advance(0)
 
     def advance(self, rows: int) -> None:
-        """Say that so many more rows are done."""
+        """Reports `rows` more rows as done."""
         self._rows += rows
         if self._callback is not None:
             self._callback(Progress(self._work, self._table, self._rows, self.total_rows))

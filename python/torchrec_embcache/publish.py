@@ -1,20 +1,21 @@
-"""Tokens: which state of an SSD tier a resume takes.
+"""Commit ids: two-phase commit of an SSD flush over tables and ranks, and the choice of the state to resume.
 
-Each flush of a table publishes one state named by a token; the newest two are kept. A flush of several tables (of all ranks)
-publishes in each under one token and is complete only when a mark says so. Tables may lie below several roots (`ssd_dir`):
+Each flush of a table commits one state under a commit id; the latest two states are kept. A flush of several tables (of all ranks)
+stores a state of each under one commit id. It is complete only when a commit record states so. Tables may be below several roots
+(`ssd_dir`):
 
-1. every rank publishes the token in each of its tables;
-2. each root learns which of them is the coordinator: the first of all ranks' that can be reached from it;
-3. the coordinator marks the token as complete; this decides for all roots that it coordinates;
-4. the others mark it too, and need the coordinator no longer.
+1. every rank stores the state under the commit id in each of its tables;
+2. each root stores which root is the coordinator: the first of all ranks' roots that can be reached from it;
+3. the coordinator writes the commit record; this decides for all roots that it coordinates;
+4. the other roots write the commit record too, and afterwards do not need the coordinator.
 
-A kill before 3 leaves the state before as the newest complete one of every table; the next flush forgets the one that did not
-finish, so that the two states kept are complete ones. Ranks on machines that see no directory of one another have a coordinator a
-machine. A flush of one table needs no mark.
+A crash before step 3 leaves the previous state as the latest complete one of every table. The next flush discards the incomplete
+state, so that both kept states are complete. Ranks on machines that see no directory of each other have one coordinator per
+machine. A flush of one table needs no commit record.
 
-Tokens grow, whatever the clock says: a new one is larger than every token that the tables and their roots know of. That of a
-flush of several tables is larger by a random step, so that two jobs that share a root and flush at once do not take the same. The
-lowest bit tells the two kinds apart.
+Commit ids increase, independent of the clock: a new one is larger than every commit id known to the tables and their roots. The
+commit id of a flush of several tables is larger by a random step, so that two jobs that share a root and flush at the same time do
+not use the same one. The lowest bit distinguishes the two kinds of flush.
 """
 
 import logging
@@ -41,7 +42,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# A root and its name.
+# A root and its id.
 CommitRoot = tuple[SsdRoot, int]
 
 
@@ -50,9 +51,9 @@ _STEP_BITS = 32
 
 
 def new_commit_id(known_ids: Iterable[int]) -> int:
-    """A token for a flush of several tables, newer than all that are `known_ids`; `StateError` where none is left.
+    """Returns a commit id for a flush of several tables, larger than all `known_ids`. Raises `StateError` if ids are exhausted.
 
-    (The token of a flush of one table is the next even number, and made by its core.)
+    (The native table assigns the commit id of a flush of one table: the next even number.)
     """
     newest = max(known_ids, default=0)
     token = (newest + 2 + secrets.randbits(_STEP_BITS)) | 1
@@ -64,18 +65,18 @@ def new_commit_id(known_ids: Iterable[int]) -> int:
 
 
 def commit_ids_of_roots(roots: Iterable[CommitRoot]) -> list[int]:
-    """The tokens that the marks in these roots name, whether or not a table still has their states. `StorageError`."""
+    """Returns the commit ids of the commit records in these roots, even if no table has their states. Raises `StorageError`."""
     return [token for root, _ in roots for token in CommitDirectory(*root).commit_ids()]
 
 
 def is_multi_table(commit_id: int) -> bool:
-    """Whether the flush of `commit_id` was one of several tables."""
+    """True if `commit_id` belongs to a flush of several tables."""
     return bool(commit_id & 1)
 
 
 def identify_roots(roots: Iterable[SsdRoot]) -> list[CommitRoot]:
-    """The roots of a rank's tables with their names, in the order of their paths. `StorageError`."""
-    # Of a path that tables were given with different checks, one is enough: each table was checked when it was made.
+    """Returns the roots of a rank's tables with their ids, ordered by path. Raises `StorageError`."""
+    # If tables use a path with different checks, one of them is enough: each table was checked when it was created.
     checks = {os.path.abspath(root.path): root.checks for root in roots}
     found = [SsdRoot(path, checks[path]) for path in sorted(checks)]
     return [(root, CommitDirectory(*root).identify(secrets.randbits(64))) for root in found]
@@ -83,7 +84,7 @@ def identify_roots(roots: Iterable[SsdRoot]) -> list[CommitRoot]:
 
 @dataclass(frozen=True)
 class CommitParticipant:
-    """What a rank does to one of its roots, of which it is the first rank."""
+    """The two-phase commit of one root, run by the first rank that has it."""
 
     root: SsdRoot
     name: int
@@ -91,19 +92,17 @@ class CommitParticipant:
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this root is its own coordinator."""
+        """True if this root is its own coordinator."""
         return self.coordinator[1] == self.name
 
     def prepare(self, commit_id: int) -> None:
-        """Name the coordinator. `StorageError`."""
+        """Stores the coordinator. Raises `StorageError`."""
         if not self.is_coordinator:
             (path, _), name = self.coordinator
             CommitDirectory(*self.root).prepare(commit_id, path, name)
 
     def commit_as_coordinator(self, commit_id: int) -> None:
-        """Mark the flush as complete, in the coordinator's root. After a `StorageError` a resume takes this flush or the one
-        before.
-        """
+        """Writes the coordinator's commit record. After a `StorageError` a resume finds either this flush or the previous one."""
         if self.is_coordinator:
             try:
                 CommitDirectory(*self.root).commit(commit_id)
@@ -112,7 +111,7 @@ class CommitParticipant:
                 raise
 
     def commit_as_participant(self, commit_id: int) -> None:
-        """Mark the flush as complete here too, where another root decided. Where this fails the other root is asked again."""
+        """Writes the commit record in another root than the coordinator. If this fails, a resume reads the coordinator's record."""
         if not self.is_coordinator:
             try:
                 CommitDirectory(*self.root).commit(commit_id)
@@ -120,17 +119,17 @@ class CommitParticipant:
                 _log.warning("a flush is complete, but %s cannot say so itself: %s", self.root.path, error)
 
     def forget_commits(self, commit_ids: Iterable[int]) -> None:
-        """Remove the marks of `commit_ids`, except those of states that any table below this root keeps. `StorageError`."""
+        """Removes the commit records of `commit_ids`, except those that a table below this root needs. Raises `StorageError`."""
         unwanted = set(commit_ids)
         if unwanted:
-            # Tables that are not in this flush may have been in an earlier one.
+            # Tables outside this flush may have been part of an earlier one.
             unwanted -= _commit_ids_below(self.root)
         for token in unwanted:
             CommitDirectory(*self.root).forget(token)
 
 
 def _commit_ids_below(root: SsdRoot) -> set[int]:
-    """Tokens of the states of all tables below a root. `StorageError`, `StoragePermissionError` where it cannot be told."""
+    """Returns the commit ids of all tables below a root. Raises `StorageError`, `StoragePermissionError` if they cannot be read."""
     shards = [
         shard
         for module in _list_directory(root.path)
@@ -142,9 +141,11 @@ def _commit_ids_below(root: SsdRoot) -> set[int]:
 
 
 def _list_directory(directory: str) -> list[str]:
-    """Paths of what is in a directory and not hidden. Of what is no directory, gone by now, or closed to us by another user, none.
+    """Returns the paths of a directory's visible entries.
 
-    Any other error is raised (`glob` would hide it): a table that cannot be looked for is not taken for one that is not there.
+    The list is empty if it is not a directory, does not exist, or is another user's and unreadable.
+
+    Other errors are raised (`glob` would hide them), so that an unreadable table is not treated as absent.
     """
     try:
         return [os.path.join(directory, name) for name in os.listdir(directory) if not name.startswith(".")]
@@ -163,7 +164,7 @@ def _list_directory(directory: str) -> list[str]:
 
 
 def _has_other_owner(directory: str) -> bool:
-    """Whether a directory belongs to another user (as `lost+found` does), so that no table of ours is in it."""
+    """True if a directory belongs to another user (such as `lost+found`), so that it contains none of our tables."""
     try:
         return os.stat(directory, follow_symlinks=False).st_uid != os.geteuid()
     except OSError:
@@ -171,17 +172,17 @@ def _has_other_owner(directory: str) -> bool:
 
 
 def _is_reachable(root: CommitRoot) -> bool:
-    """Whether this rank reaches a root that any rank has. `StorageError` where that cannot be told: then no rank decides alone."""
+    """True if this rank can reach the root. Raises `StorageError` if this cannot be determined, so that no rank decides alone."""
     ssd_root, name = root
     try:
         found = CommitDirectory(*ssd_root)
     except (PathError, StoragePermissionError):
-        return False  # nothing of ours is at this path of this machine
+        return False  # this machine has none of our directories at this path
     return found.has_id(name)
 
 
 def commit_participants(rank: int, roots: Sequence[Sequence[CommitRoot]]) -> list[CommitParticipant]:
-    """The marks that `rank` makes, where `roots` are those of the ranks: those of roots that no rank before it has."""
+    """Returns the roots that `rank` commits: those that no rank before it has. `roots` are the roots by rank."""
     before = {name for others in roots[:rank] for _, name in others}
     reached = [root for others in roots for root in others if _is_reachable(root)]
     return [
@@ -192,23 +193,23 @@ def commit_participants(rank: int, roots: Sequence[Sequence[CommitRoot]]) -> lis
 
 
 def is_committed(root: SsdRoot, commit_id: int) -> bool:
-    """Whether the state of `commit_id` can be resumed: that of one table, or of several that have all published it.
+    """True if the state of `commit_id` can be resumed: a state of one table, or a complete flush of several tables.
 
-    `StateError` where another root decides that and is not there.
+    Raises `StateError` if another root, which is not available, decides that.
     """
     return not is_multi_table(commit_id) or CommitDirectory(*root).is_committed(commit_id)
 
 
 def newest_committed(root: SsdRoot, commit_ids: Sequence[int]) -> int | None:
-    """The newest complete one of a table's `commit_ids` tokens (oldest first); None where there is none.
+    """Returns the latest complete one of a table's `commit_ids` (oldest first); None if there is none.
 
-    Raises as `is_complete`.
+    Raises the errors of `is_committed`.
     """
     return next((token for token in reversed(commit_ids) if is_committed(root, token)), None)
 
 
 def find_resume_commit(root: SsdRoot, table_dir: str, commit_ids: Sequence[int]) -> int | None:
-    """As `newest_committed`; `StateError` where states were published and none is complete."""
+    """Like `newest_committed`, but raises `StateError` if there are states and none is complete."""
     token = newest_committed(root, commit_ids)
     if token is None and commit_ids:
         raise StateError(

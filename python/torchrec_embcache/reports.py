@@ -1,4 +1,4 @@
-"""What saves and loads of checkpoints did."""
+"""Reports of saves and loads of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save or a compaction made. Counts are those of all ranks together.
+    """The result of a save or a compaction. Counts are sums over all ranks.
 
     Examples:
         >>> import torch
@@ -21,28 +21,28 @@ class SaveReport:
     """
 
     checkpoint: str
-    """Name of the checkpoint: its directory in the path."""
+    """Name of the checkpoint: its directory within the path."""
     kind: Literal["full", "delta", "linked"]
-    """The contents: every row; the rows modified since `parent`; or, of a linked checkpoint, every row, with SSD
-    tiers as their segments."""
+    """The contents: "full": every row; "delta": the rows modified since `parent`; "linked": every row, with SSD tiers as
+    hard-linked segments.
+    """
     parent: str | None
-    """Name of the checkpoint that a delta builds on."""
+    """Name of the checkpoint that a delta is based on."""
     reason: str | None
-    """Why a save that was to be incremental is full."""
+    """The reason why a save that was to be incremental is full."""
     rows: int
-    """How many rows its files have."""
+    """Number of rows in its files."""
     tombstones: int
-    """How many ids in it left their table since the parent."""
+    """Number of ids that were removed from their table since the parent."""
     linked_bytes: int = 0
-    """Of a linked checkpoint: how many bytes of segments it shares with SSD tiers."""
+    """Bytes of segments that a linked checkpoint shares with SSD tiers."""
     copied_bytes: int = 0
-    """Of a linked checkpoint: how many bytes of segments were copied, because the file system of `path` cannot link those of
-    `ssd_dir`."""
+    """Bytes of segments that were copied into a linked checkpoint, because `path` and `ssd_dir` are on different file systems."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did, the same on every rank. Tables are named `module/table`, as in the model.
+    """The result of a load, equal on all ranks. Tables are named `module/table`, as in the model.
 
     Examples:
         >>> import torch
@@ -57,26 +57,27 @@ class LoadReport:
     """
 
     checkpoint: str
-    """Name of the newest checkpoint that was read."""
+    """Name of the latest checkpoint that was read."""
     deltas: int
-    """How many deltas were read on top of the full checkpoint."""
+    """Number of deltas that were read on top of the full checkpoint."""
     rows: dict[str, int]
-    """How many rows each table that was loaded has, on all ranks together."""
+    """Number of rows of each loaded table, on all ranks together."""
     missing: tuple[str, ...]
-    """Tables of the model that the checkpoint does not have. They are as they were."""
+    """Tables of the model that the checkpoint does not have. They are unchanged."""
     unexpected: tuple[str, ...]
     """Tables of the checkpoint, by its names, that the model does not have."""
     renamed: dict[str, str]
-    """The names of tables in the model, by their names in the checkpoint, where these differ."""
+    """Names of tables in the model, by their names in the checkpoint, if these differ."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """With `last_intact=True`: the checkpoints that were passed over, newest first, each with the reason why it cannot be
-    loaded."""
+    """With `last_intact=True`: the checkpoints that were skipped, latest first, each with the reason why it cannot be loaded."""
     hyperparameters: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of each table that was loaded with its slots: the numbers that its `param_groups` entry has from the checkpoint, which are
-    those of `lr`, `initial_lr` and `max_gradient` that were saved."""
+    """The hyperparameters restored into the `param_groups` entry of each table that was loaded with its slots: the saved ones among
+    `lr`, `initial_lr` and `max_gradient`.
+    """
     dropped: dict[str, int] = field(default_factory=dict)
-    """How many rows of the checkpoint each full table with `on_full="evict"` dropped while it was loaded. The next save of a model
-    with such a table is full."""
+    """Number of rows of the checkpoint that each full table with `on_full="evict"` dropped during the load. The next save of a
+    model with such a table is full.
+    """
 
     @property
     def tables(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which state of an SSD directory a table goes on from when it is opened."""
+"""Selects the state of an SSD directory that a table resumes when it is opened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ResumeState", "find_resume_state", "warn_of_lost_state"]
 
 
 class ResumableTable(Protocol):
-    """What is asked of a table here."""
+    """The attributes of a table that this module uses."""
 
     name: str
     tiers: TierBudgets
@@ -24,25 +24,26 @@ class ResumableTable(Protocol):
         """The SSD tier's directory of this shard; None without an SSD tier."""
 
     def commit_ids(self) -> list[int]:
-        """Tokens of the states in the directory, oldest first."""
+        """Returns the commit ids of the states in the directory, oldest first."""
 
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What an SSD directory is opened with."""
+    """The state with which an SSD directory is opened."""
 
     commit_id: int | None
-    """Names the state to resume. None: nothing is resumed."""
+    """The commit id to resume. None: nothing is resumed."""
     commit_ids: tuple[int, ...] = ()
-    """Tokens of the states that were there, oldest first."""
+    """Commit ids of the states found, oldest first."""
     uncommitted: int | None = None
-    """The newest state there, where nothing is resumed because no flush of several tables completed it."""
+    """The latest state found, if nothing is resumed because its flush of several tables is incomplete."""
 
 
 def find_resume_state(table: ResumableTable, reopen: Reopen | None, commit_id: int | None) -> ResumeState:
-    """The state that `commit_id` names, or by default the newest complete one.
+    """Returns the state of `commit_id`, or by default the latest complete one.
 
-    With "auto" nothing is resumed where there is none; with "resume" that is a `StateError`. So is a token where none is asked for.
+    If there is none, "auto" resumes nothing and "resume" raises `StateError`. Also raises `StateError` for a commit id with another
+    `reopen`.
     """
     directory = table.directory
     if directory is None or reopen not in ("resume", "auto"):
@@ -64,7 +65,7 @@ def find_resume_state(table: ResumableTable, reopen: Reopen | None, commit_id: i
 
 
 def warn_of_lost_state(table: ResumableTable, state: ResumeState) -> None:
-    """Warn where opening a table dropped the state before the one that it resumed, because files of it are damaged or missing."""
+    """Warns if opening a table discarded the state before the resumed one, because its files are corrupted or missing."""
     if (
         state.commit_id is not None
         and state.commit_ids[0] < state.commit_id

@@ -1,9 +1,9 @@
-"""What a `state_dict` says of tables, whose rows it does not hold, and the refusal to load it where those rows are not.
+"""Row summaries in a `state_dict`, which contains no rows, and a check on load that the tables have these rows.
 
-A table's entry in a state dict is its empty `[0, D]` weight. Each cache module adds an extra state, as torch calls it: a note of
-the rows and steps that its tables had, as JSON in a uint8 tensor. Every copy of a state dict has the note: those by `torch.save`,
-safetensors, PyTorch's DCP, `.clone()` and `.cpu()`. The length of a module's note depends on the names of its tables alone, because
-DCP loads into tensors of the same size.
+A table's entry in a state dict is its empty `[0, D]` weight. Each cache module adds an extra state, in torch's terms: a summary of
+the rows and steps of its tables, as JSON in a uint8 tensor. Every copy of a state dict has it: those by `torch.save`, safetensors,
+PyTorch's DCP, `.clone()` and `.cpu()`. The length of a module's summary depends only on the names of its tables, because DCP loads
+into tensors of the same size.
 """
 
 import json
@@ -33,17 +33,17 @@ __all__ = [
     "summarize_tables",
 ]
 
-# The notes of a module's tables by their names. A rank of several notes its own tables.
+# Summaries of a module's tables by table name. In a multi-rank job each rank summarizes its own tables.
 RowSummaries = dict[str, dict[str, Any]]
-# The end of the key of an extra state.
+# Suffix of the key of an extra state.
 _SUFFIX = "_extra_state"
 _PLACEHOLDER_ATTRIBUTE = "_embcache_stand_in"
-# Bytes of a table's note without its name, at most, and of what is around the notes.
+# Maximum bytes of a table's summary without its name, and of the surrounding JSON.
 _BYTES_PER_TABLE, _BYTES_OVERHEAD = 384, 16
 
 
 def summarize_tables(tables: Mapping[str, TableShard], names: Iterable[str]) -> Tensor:
-    """The note of a module's tables, uint8 [n]. Opens nothing. `names` are those of all tables, also of those on other ranks."""
+    """Returns the summary of a module's tables, uint8 [n]. Opens none. `names` are those of all tables, on all ranks."""
     notes = {
         name: _summarize_table(table) if table.is_open else _summarize_unopened(table)
         for name, table in tables.items()
@@ -62,7 +62,7 @@ def _summarize_table(table: TableShard) -> dict[str, Any]:
 
 
 def _summarize_unopened(table: TableShard) -> dict[str, Any]:
-    """What is known without opening it: whose state dict this is. Files of its SSD tier may have rows."""
+    """Returns the part that is known without opening the table: its contents id. The files of its SSD tier may have rows."""
     return {"rows": 0, "contents": table.contents_id}
 
 
@@ -71,51 +71,52 @@ def _encode(summaries: RowSummaries, min_bytes: int = 0) -> Tensor:
 
 
 def _decode(entry: object) -> RowSummaries:
-    """The notes that are in the entry of a state dict; none where it is no note, or one without data."""
+    """Returns the summaries in an entry of a state dict; empty if the entry is not a summary or has no data."""
     if not isinstance(entry, Tensor) or entry.is_meta:
         return {}
     try:
         notes = json.loads(entry.detach().cpu().to(torch.uint8).numpy().tobytes())
         return {name: note for name, note in notes.items() if isinstance(note, dict)}
-    except (ValueError, TypeError, AttributeError, RuntimeError):  # another version's, or made up
+    except (ValueError, TypeError, AttributeError, RuntimeError):  # from another version, or forged
         return {}
 
 
 def summaries_in(state: Mapping[str, Any]) -> Iterator[tuple[str, RowSummaries]]:
-    """The notes of each module in a state dict, by their keys in it."""
+    """Yields the summaries of each module in a state dict, with their keys."""
     for key, entry in state.items():
         if key.endswith(_SUFFIX) and (notes := _decode(entry)):
             yield key, notes
 
 
 def set_checkpoint_name(state: dict[str, Any], path: str, name: str) -> None:
-    """Say in the notes of a state dict which checkpoint has the rows: the one of this `name` in `path`."""
+    """Stores the name of the checkpoint with the rows, `name` in `path`, in the summaries of a state dict."""
     for key, notes in list(summaries_in(state)):
         state[key] = _encode({table: {**note, "checkpoint": path, "name": name} for table, note in notes.items()})
 
 
 def get_checkpoint_name(state: Mapping[str, Any]) -> str | None:
-    """The name that `set_checkpoint_name` was given; None where it was not."""
+    """Returns the name stored by `set_checkpoint_name`; None if there is none."""
     return next((note["name"] for _, notes in summaries_in(state) for note in notes.values() if "name" in note), None)
 
 
 def mark_as_placeholder(weight: nn.Parameter) -> nn.Parameter:
-    """The `[0, D]` parameter of a table, marked so that nothing saves it in place of the rows."""
+    """Marks the `[0, D]` parameter of a table, so that it is never saved in place of the rows."""
     weight.__dict__[_PLACEHOLDER_ATTRIBUTE] = True
     return weight
 
 
 def is_placeholder(value: object) -> bool:
-    """True if this is the parameter of a table."""
+    """True if `value` is the placeholder parameter of a table."""
     return hasattr(value, _PLACEHOLDER_ATTRIBUTE)
 
 
 def check_missing_rows(
     entry: object, tables: Mapping[str, TableShard], key: str, missing_keys: list[str], *, strict: bool
 ) -> None:
-    """`StateError` where a note says rows that the tables do not hold. `entry` is what the state dict has under the note's `key`.
+    """Raises `StateError` if a summary has rows that the tables do not have. `entry` is the state dict's value of `key`.
 
-    `strict` is what `_load_from_state_dict` was given. Where the user's call says `strict=False` the key is missing instead.
+    `strict` is the argument of `_load_from_state_dict`. If the user's call has `strict=False`, the key is added to `missing_keys`
+    instead.
     """
     notes = _decode(entry)
     if not strict or (wrong := _describe_missing_rows(notes, tables)) is None:
@@ -134,16 +135,16 @@ def check_missing_rows(
 
 
 def _describe_missing_rows(summaries: RowSummaries, tables: Mapping[str, TableShard]) -> str | None:
-    """Which rows the notes say that the tables do not hold; None where these hold all, as far as one rank can tell."""
+    """Describes the rows of the summaries that the tables lack; None if they have all, as far as one rank can determine."""
     for name, table in tables.items():
         try:
             note = summaries[name]
             wrong = _difference(note, table)
-        except (KeyError, TypeError):  # another rank's table, another version's note, or made up
+        except (KeyError, TypeError):  # another rank's table, another version's summary, or a forged one
             continue
         if wrong is not None:
             return f"table {name!r} had {note['rows']} rows at step {note['step']}, and here it has {wrong}"
-    # The notes of one rank stand for all in most checkpoints. The tables of the others had rows too, as a rule.
+    # Most checkpoints contain the summaries of only one rank. The tables of other ranks usually had rows, too.
     elsewhere = [name for name in summaries if name not in tables and summaries[name].get("rows")]
     if elsewhere and tables and all(name not in summaries and _never_had_rows(tables[name]) for name in tables):
         names = ", ".join(map(repr, tables))
@@ -160,9 +161,9 @@ def _never_had_rows(table: TableShard) -> bool:
 
 
 def _difference(summary: Mapping[str, Any], table: TableShard) -> str | None:
-    """What the table holds in place of the rows that were noted; None where it holds those, as far as one rank can tell."""
+    """Describes the table's rows if they differ from the summary; None if they match, as far as one rank can determine."""
     if not summary["rows"] or summary["contents"] in table.past_contents_ids:
-        # The latter was taken of this very table before a load replaced its rows.
+        # The second case: the summary is of this table, before a load replaced its rows.
         return None
     table.open()
     if table.unusable is not None:
@@ -178,7 +179,7 @@ def _difference(summary: Mapping[str, Any], table: TableShard) -> str | None:
 
 
 def _user_strict() -> bool:
-    """What `strict` the running `nn.Module.load_state_dict` was given: torch says True to its modules, whatever it was."""
+    """Returns `strict` of the running `nn.Module.load_state_dict`: torch always passes True to its modules."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         if frame.f_code is nn.Module.load_state_dict.__code__:
@@ -189,22 +190,22 @@ def _user_strict() -> bool:
 
 @dataclass
 class StateDictWatch:
-    """Warns once for a module whose state dict is dropped before anything of this package has saved or loaded its rows.
+    """Warns once per module if a state dict is freed before this package has saved or loaded the rows.
 
-    What is done with a state dict is seen only afterwards: `dcp.save` is given it before the writer that saves the rows.
+    The use of a state dict is only known afterwards: `dcp.save` gets it before the writer that saves the rows.
     """
 
     is_suppressed: bool = False
-    """True if the rows are in good hands, or the warning was given."""
+    """True if the rows were saved or loaded, or the warning was issued."""
     is_watching: bool = False
-    """True if a note is alive whose end will be noticed."""
+    """True while a finalizer watches a summary."""
 
     def __deepcopy__(self, memo: object) -> "StateDictWatch":
-        """A watch of its own, for a copy of the module."""
+        """Returns a new watch for a copy of the module."""
         return StateDictWatch()
 
     def watch(self, summary: Tensor, tables: Mapping[str, TableShard]) -> None:
-        """Warn when `summary` is dropped, with the state dict that it is in, where the tables have rows by now."""
+        """Warns when `summary` is freed together with its state dict, if the tables have rows."""
         rows = {name: len(table) for name, table in tables.items() if table.is_open and not table.unusable}
         if self.is_suppressed or self.is_watching or not any(rows.values()):
             return
@@ -221,5 +222,5 @@ class StateDictWatch:
             message = (
                 "save them with Saver(rank).save(model, path), or give dcp.save an EmbCacheStorageWriter(path, model)"
             )
-            # It names the line that dropped the state dict: this method and the finalizer are between.
+            # The warning points to the line that freed the state dict: this method and the finalizer are in between.
             warnings.warn(tables + message, EmbCacheWarning, stacklevel=3)

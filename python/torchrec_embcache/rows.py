@@ -1,4 +1,4 @@
-"""Rows as Python code holds them: what an export yields, what an import takes, and how values that are given become arrays.
+"""Rows in Python: chunks of exports, values of imports, and conversions to arrays.
 
 Shapes: n rows, D the table's width.
 """
@@ -40,19 +40,19 @@ __all__ = [
     "row_vectors",
 ]
 
-#: The most clicks of one occurrence.
+#: Maximum number of clicks of one occurrence.
 MAX_CLICKS = (1 << 24) - 1
 
-#: Ids [n]: integers of 64 bits.
+#: Ids [n]: 64-bit integers.
 IdsLike = Tensor | NDArray[Any] | Sequence[int]
-#: Numbers of a row or of many; nested lists too.
+#: Numbers of one or more rows; may be nested lists.
 ValuesLike = Tensor | NDArray[Any] | Sequence[Any]
 
 
 def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64]:
-    """Ids of any shape as a flat int64 array.
+    """Returns ids of any shape as a flat int64 array.
 
-    `InputError` unless they are an int32 or int64 tensor, on the CPU or on `device`. `field` names them in its message.
+    Raises `InputError`, which names `field`, unless they are an int32 or int64 tensor on the CPU or on `device`.
     """
     if not isinstance(ids, Tensor):
         raise InputError(f"{field} is a {type(ids).__name__}: give a tensor of int64 or int32 ids")
@@ -66,9 +66,9 @@ def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64
 
 
 def clicks_array(clicks: object, field: str, count: int) -> NDArray[np.uint32]:
-    """The clicks of `count` occurrences, of a tensor of any shape with as many numbers: uint32 [count].
+    """Returns the clicks of `count` occurrences, from a tensor of any shape with `count` numbers: uint32 [count].
 
-    `InputError`, which names `field`, unless they are integers from 0 to 2^24 - 1. They may be held as floats or booleans.
+    Raises `InputError`, which names `field`, unless they are integers from 0 to 2^24 - 1. Float and boolean dtypes are accepted.
     """
     if not isinstance(clicks, Tensor):
         raise InputError(f"{field} is a {type(clicks).__name__}: give a tensor, a number for each id")
@@ -84,9 +84,9 @@ def clicks_array(clicks: object, field: str, count: int) -> NDArray[np.uint32]:
 
 
 def check_dense(field: str, tensor: Tensor) -> None:
-    """`InputError` for a tensor without numbers, or whose numbers do not lie one after the other: sparse, nested, fake ones.
+    """Raises `InputError` for a tensor without data or without strided layout: sparse, nested, meta and fake tensors.
 
-    Raises as `check_not_recording` too.
+    Also raises the errors of `check_not_recording`.
     """
     kind = None
     if tensor.is_nested:
@@ -103,13 +103,13 @@ def check_dense(field: str, tensor: Tensor) -> None:
 
 
 def check_not_recording(field: str) -> None:
-    """`UnsupportedError` where torch records or transforms what runs, and would not see the lookup of what `field` names."""
+    """Raises `UnsupportedError` if torch is tracing or transforming the call, and would not see the lookup of `field`."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UnsupportedError(
             f"{field} is given under torch.jit.trace, which would record the rows of these ids in place of the lookup: use "
             "torchrec.fx.symbolic_trace, or torch.export of tables that are served (docs/serving.md)"
         )
-    # While dynamo compiles the caller, it gives the stack of its own transforms.
+    # While dynamo compiles the caller, the stack contains its own transforms.
     in_transform = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack()  # noqa: SLF001 - no public way
     if in_transform:
         raise UnsupportedError(
@@ -119,30 +119,30 @@ def check_not_recording(field: str) -> None:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """The tensor with its numbers one after the other in memory, as fbgemm and the core read them. It is differentiable.
+    """Returns the tensor with contiguous memory, as fbgemm and the native extension read it. Differentiable.
 
-    A view with a stride, or whose sign or conjugation is applied when it is read, is copied. Others are returned as they are.
+    A strided view, or one with lazy negation or conjugation, is copied. Other tensors are returned unchanged.
     """
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def row_ids(ids: object, device: torch.device) -> NDArray[np.int64]:
-    """The ids of rows as an int64 array [n], from a tensor, a numpy array or a list of integers.
+    """Returns the ids of rows as an int64 array [n], from a tensor, a numpy array or a list of integers.
 
-    A `uint64` array keeps its bits, because an id is any 64-bit integer. `InputError` for anything that is not integers.
+    A `uint64` array is reinterpreted, because an id is any 64-bit integer. Raises `InputError` for values that are not integers.
     """
     if isinstance(ids, Tensor):
         return ids_array(ids, "ids", device)
     array = _as_array("ids", ids)
     if array.size == 0 and not isinstance(ids, np.ndarray):
-        return np.empty(0, np.int64)  # numpy takes an empty list for one of floats
+        return np.empty(0, np.int64)  # numpy converts an empty list to floats
     if array.dtype.kind not in "iu":
         raise InputError(f"ids has dtype {array.dtype}: give integers, as an int64 tensor or array or a list of int")
     return np.ascontiguousarray(array.reshape(-1)).astype(np.int64, casting="unsafe")
 
 
 def check_float32(field: str, value: object, shape: tuple[int, ...]) -> None:
-    """`InputError` unless `value` is a float32 tensor of `shape`."""
+    """Raises `InputError` unless `value` is a float32 tensor of `shape`."""
     if not isinstance(value, Tensor):
         raise InputError(f"{field} is a {type(value).__name__}: give a float32 tensor {list(shape)}")
     if value.dtype != torch.float32 or tuple(value.shape) != shape:
@@ -151,15 +151,15 @@ def check_float32(field: str, value: object, shape: tuple[int, ...]) -> None:
 
 
 def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Numbers of `shape` as a float32 array, from a tensor, a numpy array or nested lists of any floating or integer type.
+    """Returns numbers of `shape` as a float32 array, from a tensor, a numpy array or nested lists of any floating or integer dtype.
 
-    float64 is rounded to float32. `InputError` for another shape, for anything that is not numbers, and for a finite number that is
-    too large for float32.
+    float64 is rounded to float32. Raises `InputError` for another shape, for values that are not numbers, and for a finite number
+    that is too large for float32.
     """
     if isinstance(value, Tensor):
         check_dense(field, value)
         tensor = contiguous(value.detach().cpu())
-        # Not every floating type of torch is one of numpy.
+        # numpy lacks some of torch's floating dtypes.
         array = tensor.float().numpy() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor.numpy()
     else:
         array = _as_array(field, value)
@@ -180,9 +180,9 @@ def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[
 def row_vectors(
     spec: OptimizerSpec, dim: int, count: int, weights: ValuesLike, slots: Mapping[str, ValuesLike] | None
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """The vector parts [n, V] and the scalar slots [n] of n = `count` rows, as the core takes them.
+    """Returns the vector parts [n, V] and the scalar slots [n] of n = `count` rows, in native form.
 
-    Slots that are not given are zeros.
+    Omitted slots are zeros.
     """
     if not isinstance(slots, Mapping | None):
         raise InputError(
@@ -215,11 +215,11 @@ def _as_array(field: str, value: object) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class RowMetadata:
-    """What is known of n rows beside their values.
+    """Metadata of n rows.
 
-    - `count`, int64 [n]: how often the row's id occurred in training batches.
+    - `count`, int64 [n]: number of occurrences of the row's id in training batches.
     - `last_step`, int64 [n]: the table's step at which the row was last trained.
-    - `score`, float32 [n]: how much the row was used, where use long ago counts less.
+    - `score`, float32 [n]: the decayed number of occurrences.
     - `modified_epoch`, int64 [n]: the checkpoint epoch in which the row was last trained.
 
     Examples:
@@ -245,7 +245,7 @@ class RowMetadata:
 
     @classmethod
     def from_native(cls, native: _native.RowMetadata) -> Self:
-        """From the core's arrays."""
+        """Converts the native arrays."""
 
         def to_int64(column: NDArray[Any]) -> Tensor:
             return torch.from_numpy(column.astype(np.int64))
@@ -258,7 +258,7 @@ class RowMetadata:
         )
 
     def native(self, rows: int) -> _native.RowMetadata:
-        """As the core takes it. `InputError` where there are not `rows` of them, and for numbers out of range."""
+        """Returns the native form. Raises `InputError` if there are not `rows` entries, and for values out of range."""
 
         def column(field: str, bits: int) -> NDArray[np.int64]:
             values = self._column(field)
@@ -283,7 +283,7 @@ class RowMetadata:
         )
 
     def _column(self, field: str) -> Tensor:
-        """A field as a contiguous tensor in RAM. `InputError` where it is no tensor of numbers."""
+        """Returns a field as a contiguous tensor in RAM. Raises `InputError` if it is not a tensor of numbers."""
         values = getattr(self, field)
         if not isinstance(values, Tensor):
             raise InputError(f"metadata.{field} is a {type(values).__name__}: give a tensor")
@@ -293,7 +293,7 @@ class RowMetadata:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows, n of them, with everything that belongs to them, in CPU memory of their own.
+    """A chunk of n rows with their slots and metadata, in newly allocated CPU memory.
 
     - `ids`, int64 [n].
     - `weights`, float32 [n, D].
@@ -323,7 +323,7 @@ class RowChunk:
         return len(self.ids)
 
     def to_numpy(self) -> dict[str, NDArray[Any]]:
-        """The columns as numpy arrays of the same memory, by name: "ids", "weights", each slot, and each field of the metadata.
+        """Returns the columns as numpy arrays that share the memory, by name: "ids", "weights", each slot, and each metadata field.
 
         For example `np.savez("rows.npz", **chunk.to_numpy())`.
         """
@@ -334,9 +334,9 @@ class RowChunk:
 
 @dataclass(frozen=True)
 class FoundRows(RowChunk):
-    """Rows that were asked for by id, in the order of the ids.
+    """Rows read by id, in the order of the ids.
 
-    Where `found` (bool [n]) is False the id has no row, and what stands there is the value that it would be born with.
+    If `found` (bool [n]) is False, the id has no row, and the weights are its initial value.
 
     Examples:
         >>> from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
@@ -356,18 +356,18 @@ class FoundRows(RowChunk):
     found: Tensor
 
     def to_numpy(self) -> dict[str, NDArray[Any]]:
-        """The columns of `RowChunk.to_numpy`, and "found"."""
+        """Returns the columns of `RowChunk.to_numpy`, and "found"."""
         return super().to_numpy() | {"found": self.found.numpy()}
 
 
 @dataclass(frozen=True)
 class EvictedRows(RowChunk):
-    """Rows that left a table by its eviction, or because it was full, each as it was when it died. At most 65,536 of them.
+    """Rows that were evicted from a table by a rule or because it was full, with their last values. At most 65,536 rows.
 
     - `table`: the table's name.
-    - `step`: the training step after which they died.
-    - `reason`: the kind of the first rule that took them, "ttl", "score", "l2_norm", "lowest" (`Keep`, `Share`) or "all", or
-      "full" where `on_full="evict"` dropped them.
+    - `step`: the training step after which they were evicted.
+    - `reason`: the kind of the first rule that matched, "ttl", "score", "l2_norm", "lowest" (`Keep`, `Share`) or "all", or "full"
+      if `on_full="evict"` dropped them.
 
     Examples:
         >>> import torch
@@ -390,7 +390,7 @@ class EvictedRows(RowChunk):
 def row_parts(
     spec: OptimizerSpec, dim: int, vectors: NDArray[np.float32], scalars: NDArray[np.float32]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weights [n, D] and the slots of n rows that the core gave: vector parts [n, V] and scalar slots [n]."""
+    """Returns the weights [n, D] and the slots of n native rows: vector parts [n, V] and scalar slots [n]."""
     columns = torch.split(torch.from_numpy(vectors), dim, 1)
     slots = {name: part.contiguous() for name, part in zip(spec.slot_names, columns[1:], strict=False)}
     if spec.scalar_slot():
@@ -399,7 +399,7 @@ def row_parts(
 
 
 class RowExport(Iterator[RowChunk]):
-    """The rows of a table, chunk by chunk: what `CacheTable.export` returns.
+    """The rows of a table, chunk by chunk: the result of `CacheTable.export`.
 
     Examples:
         >>> from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
@@ -413,7 +413,7 @@ class RowExport(Iterator[RowChunk]):
     """
 
     def __init__(self, chunks: Iterator[RowChunk], empty: Callable[[], RowChunk]) -> None:
-        """`empty` makes a chunk without rows, which gives `to_numpy` of a table without rows its columns."""
+        """`empty` creates a chunk without rows, which defines the columns of `to_numpy` for an empty table."""
         self._chunks = chunks
         self._empty = empty
 
@@ -421,6 +421,6 @@ class RowExport(Iterator[RowChunk]):
         return next(self._chunks)
 
     def to_numpy(self) -> dict[str, NDArray[Any]]:
-        """The columns of all chunks that are left, as whole numpy arrays in RAM, by name; see `RowChunk.to_numpy`."""
+        """Returns the columns of all remaining chunks, concatenated in RAM, by name; see `RowChunk.to_numpy`."""
         parts = [self._empty().to_numpy(), *(chunk.to_numpy() for chunk in self)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

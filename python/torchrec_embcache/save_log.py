@@ -1,4 +1,4 @@
-"""One line in the log for each save and each load: how many rows, of which tables, where, and how long it took."""
+"""Logs one line per save and load: the number of rows, the tables, the path and the duration."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ _RANKS = re.compile(r"0-of-(\d+)\.json")
 
 
 def log_report(call: Callable[P, R]) -> Callable[P, R]:
-    """Log at INFO, on rank 0, what `call` reports. `call` saves or loads, has an argument `path`, and returns a report or its
+    """Logs the report of `call` at INFO, on rank 0. `call` is a save or load with an argument `path`, and returns a report or
     future.
     """
     log, signature = logging.getLogger(call.__module__), inspect.signature(call)
@@ -78,10 +78,10 @@ def _table_names_text(rows: Mapping[str, int]) -> str:
 
 
 def _saved_ranks_text(checkpoint: str) -> str:
-    """A clause for the log where another number of ranks saved the checkpoint, else nothing."""
+    """Returns a clause for the log if another number of ranks saved the checkpoint, else an empty string."""
     try:
         ranks = [int(found[1]) for name in os.listdir(checkpoint) if (found := _RANKS.fullmatch(name))]
-    except OSError:  # it was replaced since
+    except OSError:  # the checkpoint was replaced since
         return ""
     if not ranks or ranks[0] == world_size():
         return ""

@@ -1,12 +1,12 @@
-"""Checkpoints of a model's embedding tables: full ones, and deltas of what changed.
+"""Checkpoints of a model's embedding tables: full checkpoints, and deltas of changed rows.
 
-A checkpoint holds the rows of every cache module in the model, sharded or not, with their optimizer slots and metadata; the dense
-part of the model is torch's or DCP's to save. It loads into any number of ranks and any tier budgets. Its data files are
-safetensors; `docs/design-checkpoint.md` describes them.
+A checkpoint contains the rows of every cache module in the model, sharded or not, with their optimizer slots and metadata. The
+dense part of the model is saved with torch or DCP. A checkpoint loads into any number of ranks and any tier budgets. Its data files
+are safetensors; `docs/design-checkpoint.md` describes them.
 
-In a save every rank opens the directory. The first rank begins a checkpoint, each rank writes its shards, and the first rank
-publishes. A crash at any time leaves the checkpoint before. In a load each rank checks manifests, headers and sizes for its shards;
-tables are touched only when all ranks have done so. An error on one rank is raised on every rank.
+In a save every rank opens the directory. The first rank creates a checkpoint, each rank writes its shards, and the first rank
+commits. A crash at any time leaves the previous checkpoint. In a load each rank checks manifests, headers and sizes for its shards;
+tables are changed only after all ranks have done so. An error on one rank is raised on every rank.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ __all__ = ["LoadReport", "Progress", "SaveReport", "Saver"]
 
 _log = logging.getLogger(__name__)
 
-# How often a merge begins again where a save was published before it was complete.
+# Number of tries of a merge that is restarted because a save was committed before it was complete.
 _MAX_MERGES = 5
 
 
 class Saver:
-    """Saves the tables of a model to a directory, and loads them. With `torch.distributed` every rank calls the same methods
-    with the same arguments: `InputError` on every rank where they differ.
+    """Saves the tables of a model to a directory, and loads them.
+
+    With `torch.distributed` every rank calls the same methods with the same arguments; `InputError` is raised on every rank if they
+    differ.
 
     Examples:
         >>> import torch
@@ -73,14 +75,14 @@ class Saver:
     """
 
     def __init__(self, rank: int | None = None, *, path_checks: PathChecks = "strict") -> None:
-        """`rank`: this process's. By default `torch.distributed`'s, and without that 0. Another number is a `ConfigError` of each
-        method: a process without `torch.distributed` has the whole model.
+        """`rank`: this process's rank. By default the rank in `torch.distributed`, or 0 without it. Any other number makes each
+        method raise `ConfigError`: a process without `torch.distributed` has the entire model.
 
-        `path_checks`: what is asked of the directories that the methods are given. "strict": no symbolic link or `..` in the path,
-        no word such as "key", no system directory, a directory of the caller's own with mode 0750 or less, and nothing opened in it
-        that others may write to. "basic" refuses only what others can write to: it follows links, once, accepts 0755, and loads a
-        checkpoint of another user. "trusted" accepts any owner and mode, and parents that others may write to, as volumes of pods
-        have them: everybody who can write there is trusted.
+        `path_checks`: the requirements on the directories passed to the methods. "strict": no symbolic link or `..` in the path, no
+        word such as "key", no system directory, a directory owned by the caller with mode 0750 or less, and no files in it that
+        others may write to. "basic" rejects only paths that others can write to: it follows links, once, accepts 0755, and loads a
+        checkpoint of another user. "trusted" accepts any owner and mode, and parents that others may write to, as is common for
+        volumes of pods: every user who can write there is trusted.
         """
         self.rank: int | None = None if rank is None else check_int("rank", rank, 0, (1 << 31) - 1)
         check_choice("path_checks", path_checks, PathChecks)
@@ -99,37 +101,36 @@ class Saver:
         counters: bool = True,
         progress: ProgressOption = None,
     ) -> SaveReport:
-        """Write the rows of every cache module in `module` to `path`. Loads find this checkpoint there from then on.
+        """Saves the rows of every cache module in `module` to `path`. Afterwards loads from `path` find this checkpoint.
 
-        `incremental`: write only rows that were modified since the newest checkpoint in `path`, with slots and metadata, and
-        the ids that left. That checkpoint must be what these tables were last saved to `path` as, or loaded from. Where it is
-        not, or where too many ids left since (see `docs/configuration.md`), or where it has counts of ids that wait for rows and
-        this save has none, or the other way round, or where a load of the delta would find other rows than the tables have, the
-        save is full; the log and the report say why.
+        `incremental`: saves only rows that were modified since the latest checkpoint in `path`, with slots and metadata, and the
+        ids that were removed. These tables must have been saved as, or loaded from, that checkpoint. The save is full instead if
+        they were not, if too many ids were removed since (see `docs/checkpoints.md`), if that checkpoint has admission counts and
+        this save omits them or vice versa, or if a load of the delta would find other rows than the tables have. The log and the
+        report contain the reason.
 
-        `full_every`: which of the incremental saves are full, so that chains of deltas end: with n every nth, with 1 all, with None
-        none. With "auto" it is one after 64 deltas, or after 8 or more that together have as many rows as the full checkpoint that
-        they build on.
+        `full_every`: the incremental saves that are full, so that chains of deltas end: with n every nth, with 1 all, with None
+        none. "auto" saves a full checkpoint after 64 deltas, or after 8 or more that together have as many rows as the full
+        checkpoint on which they are based.
 
-        `linked`: make a linked checkpoint, for a fast restart. SSD tiers are not written again. Rows in RAM are handed down to
-        them, and the files of their segments get a second name in the checkpoint. On another file system they are copied, and
-        the report says so. A linked checkpoint loads into tables that have the same buckets (as many ranks as now) and an SSD
-        tier; `embcache compact` makes it a checkpoint for any tables. Tables without an SSD tier are in it as in any
-        checkpoint. Deltas do not build on it.
+        `linked`: creates a linked checkpoint, for a fast restart. SSD tiers are not written again: rows in RAM are demoted to them,
+        and their segment files are hard-linked into the checkpoint (as in RocksDB's Checkpoint). On another file system they are
+        copied, and the report contains the number of bytes. A linked checkpoint loads into tables with the same buckets (the same
+        number of ranks) and an SSD tier; `embcache compact` converts it to a checkpoint for any tables. Tables without an SSD tier
+        are saved as in any checkpoint. A linked checkpoint cannot be the base of a delta.
 
-        `keep`: how many of the newest checkpoints stay, with all that they build on; older ones are removed. `counters`: False
-        leaves out the counts of ids that wait for rows (see `torchrec_embcache.admission`), which a checkpoint that only serves
-        does not need. `progress`: a callable that is given a `Progress` after each table, on every rank, or True for a bar of
-        rank 0.
+        `keep`: number of latest checkpoints that are kept, with their bases; older ones are removed. `counters`: False omits the
+        admission counts of pending ids (see `torchrec_embcache.admission`), which a checkpoint for serving does not need.
+        `progress`: a callable that is called with a `Progress` after each table, on every rank, or True for a bar on rank 0.
 
-        `path` is made (mode 0750) when it is missing. Until the new checkpoint is complete and durable a load finds the one before.
-        A save that fails loses nothing for the next delta. Tables with `eviction=Policy(..., every_steps=None)` are swept first;
-        where that fails nothing is written. The tables must not be trained meanwhile: `save_async` is for that. A `save_async` that
-        is under way is waited for.
+        `path` is created (mode 0750) if it is missing. Until the new checkpoint is complete and durable a load finds the previous
+        one. A failed save loses nothing for the next delta. Tables with `eviction=Policy(..., every_steps=None)` are swept first;
+        if that fails, nothing is written. The tables must not be trained during the call: use `save_async` for that. The call waits
+        for a `save_async` in progress.
 
-        Raises `PathError` (length, `..`, symbolic links, a word such as "key", a system directory, ranks that disagree),
+        Raises `PathError` (length, `..`, symbolic links, a word such as "key", a system directory, different paths on ranks),
         `StoragePermissionError`, `StorageError` (a full disk), `StateError` (of a delta: another process saved to `path`
-        meanwhile), `InputError` (no cache module in `module`, or two of one path), `ConfigError`.
+        concurrently), `InputError` (no cache module in `module`, or two with one path), `ConfigError`.
         """
 
         def arguments() -> dict[str, object]:
@@ -185,23 +186,22 @@ class Saver:
         progress: ProgressOption = None,
         max_bytes_per_second: int | str | None = None,
     ) -> Future[SaveReport]:
-        """Save as `save` does, in a thread while training goes on. The checkpoint is the state at the call, bit for bit, after the
+        """Saves like `save`, in a background thread during training. The checkpoint is bitwise the state at the call, after the
         sweep of tables that are swept at saves.
 
-        This returns when every rank holds that state. The future, on every rank, gives the report, or the error that `save` would
-        raise on whichever rank. An error leaves the checkpoint before as it is and never ends training. The next delta builds on
-        this checkpoint once it is there: it holds what was trained, and what left, after the call.
+        The call returns when every rank has a snapshot of that state. The future, on every rank, returns the report, or raises the
+        error that `save` would raise on any rank. An error leaves the previous checkpoint unchanged and never stops training. Once
+        this checkpoint exists, the next delta is based on it and contains the rows trained and removed after the call.
 
-        Rows that training changes before they are written are copied first: into 32 MiB of memory on each rank, and past that
-        into a file in the checkpoint's directory. `max_bytes_per_second`: a limit for each rank, in bytes or as "200MiB"; by
-        default the thread is as fast as the disk and idle processors allow. The thread has the lowest priority. It calls
-        `progress` and the future's callbacks. It has a process group of its own, which the first call makes, so that training's
-        collectives never wait for it.
+        Rows that training changes before they are written are copied first: into 32 MiB of memory per rank, and beyond that into a
+        file in the checkpoint's directory. `max_bytes_per_second`: a limit per rank, in bytes or as "200MiB"; by default the thread
+        is limited only by the disk and idle CPUs. The thread has the lowest priority. It calls `progress` and the future's
+        callbacks. It has its own process group, which the first call creates, so that training collectives never wait for it.
 
-        One such save is under way at a time: the next `save_async` waits for it. So do `save` and `load` of one of its tables or of
-        `path`, `compact` of `path`, and closing one of its tables. Ctrl-C ends the wait. Called from `progress` they raise
-        `StateError`. The future cannot be cancelled. The process ends when the save has ended. In an `atexit` function
-        the save is done before this returns. Errors at the call are those of `save`, and `ConfigError` for the rate.
+        Only one such save runs at a time: the next `save_async` waits for it. `save` and `load` of one of its tables or of `path`,
+        `compact` of `path`, and closing one of its tables wait, too. Ctrl-C interrupts the wait. When called from `progress` they
+        raise `StateError`. The future cannot be cancelled. The process exits after the save has finished. In an `atexit` function
+        the save is done before the call returns. The call raises the errors of `save`, and `ConfigError` for the rate.
         """
         rate = None
 
@@ -242,42 +242,41 @@ class Saver:
         slots: bool = True,
         progress: ProgressOption = None,
     ) -> LoadReport:
-        """Replace the contents of every cache module in `module` by the checkpoint at `path`, which any number of ranks saved.
+        """Replaces the contents of every cache module in `module` by the checkpoint at `path`, saved by any number of ranks.
 
-        From a linked checkpoint (`save(linked=True)`) SSD tiers are made anew and its segments are linked into them. It fits tables
-        with the same buckets and an SSD tier; otherwise `MismatchError` says how to convert it.
+        From a linked checkpoint (`save(linked=True)`) SSD tiers are rebuilt and its segments are linked into them. It fits tables
+        with the same buckets and an SSD tier; otherwise `MismatchError` is raised and explains how to convert it.
 
-        Deltas are read with all that they build on, with `incremental` or without. That argument is there for RecSDK's signature.
+        Deltas are loaded with all their bases, with or without `incremental`. That argument exists for RecSDK's signature.
 
-        `tables`: load only these tables of the model. `rename`: the model's names of tables by those in the checkpoint. Names are
-        `module/table`, or the table's alone where only one module has it. `strict=False` allows tables that only the model or only
-        the checkpoint has. `checkpoint`: the name of one that `save(keep=...)` kept; by default the newest. `progress`: a callable
-        that is given a `Progress` as rows are loaded, on every rank, or True for a bar (rank 0).
+        `tables`: loads only these tables of the model. `rename`: maps names of tables in the checkpoint to names in the model.
+        Names are `module/table`, or only the table's name if a single module has it. `strict=False` allows tables that only the
+        model or only the checkpoint has. `checkpoint`: the name of a checkpoint kept by `save(keep=...)`; by default the latest.
+        `progress`: a callable that is called with a `Progress` as rows are loaded, on every rank, or True for a bar (rank 0).
 
-        `last_intact=True`: where that checkpoint is damaged or does not fit together, load the newest before it that is whole.
-        `LoadReport.skipped` says which are not, and why. Rank 0 reads all rows of a checkpoint for that before any rank loads it.
-        The next save is full where one was skipped.
+        `last_intact=True`: if that checkpoint is corrupted or inconsistent, loads the latest intact checkpoint before it.
+        `LoadReport.skipped` contains the skipped checkpoints and the reasons. Rank 0 reads all rows of a checkpoint for this check
+        before any rank loads it. If a checkpoint was skipped, the next save is full.
 
-        `slots=False`: load weights and metadata alone. The tables may have any optimizer, as for fine-tuning, or none, as for
-        evaluation: `Saver(0).load(model.eval(), path, slots=False)`. Slots start at zeros, and so does Adam's step. The next
-        save is full.
+        `slots=False`: loads only weights and metadata. The tables may have any optimizer, as for fine-tuning, or none, as for
+        evaluation: `Saver(0).load(model.eval(), path, slots=False)`. Slots and Adam's step start at zero. The next save is full.
 
         The tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`). Budgets, policy, device, seed
-        and initializer may differ. The number of buckets and the table's key become the checkpoint's. Step counters are restored,
-        and so are `lr` and `max_gradient` (with `initial_lr`, which torch's schedulers keep there) in the `param_groups` of tables
-        that are loaded with their slots; `LoadReport.hyperparameters` has them. So load before a scheduler's state, or set another
-        `lr` after the load. Other hyperparameters stay as the model was made.
-        Deltas go on from the checkpoint, unless a table has another name in it, or drops rows because it is full
+        and initializer may differ. The number of buckets and the table's key are taken from the checkpoint. Step counters are
+        restored, and also `lr` and `max_gradient` (with `initial_lr`, which torch's schedulers store there) in the `param_groups`
+        of tables that are loaded with their slots; `LoadReport.hyperparameters` contains them. Therefore load before a scheduler's
+        state, or set another `lr` after the load. Other hyperparameters keep the values of the model.
+        The next delta is based on the checkpoint, unless a table has another name in it, or drops rows because it is full
         (`on_full="evict"`, see `LoadReport.dropped`): then the next save is full. Load before a pipeline takes its first batches,
-        because ids of batches in flight went to the owners of the old buckets.
+        because ids of batches in flight were sent to the owners of the old buckets.
 
-        A `save_async` of this process to `path`, or of a table that is loaded, is waited for. A save of another process to `path`
-        does not disturb the load: what it reads is left to the save after. Where such a save replaces the newest checkpoint before
-        the load has opened it, the load takes the next one.
+        The call waits for a `save_async` of this process to `path`, or of a table that is loaded. A save of another process to
+        `path` does not disturb the load: the files that it reads are left to the following save to remove. If such a save replaces
+        the latest checkpoint before the load has opened it, the load uses the new one.
 
-        Nothing is changed where the checkpoint is missing (`PathError`) or does not fit, where one that it builds on is missing
-        or has changed, or where its manifests or headers are damaged (`CorruptionError`). Where its rows turn out to be
-        damaged, or reading fails (`StorageError`), the tables refuse use on every rank until a load succeeds.
+        Nothing is changed if the checkpoint is missing (`PathError`) or does not fit, if one of its bases is missing or has
+        changed, or if its manifests or headers are corrupted (`CorruptionError`). If its rows turn out to be corrupted, or reading
+        fails (`StorageError`), the tables are poisoned on every rank until a load succeeds.
         """
 
         def arguments() -> dict[str, object]:
@@ -286,7 +285,7 @@ class Saver:
                 raise InputError(f"checkpoint={checkpoint!r} is not the name of one: give SaveReport.checkpoint")
             return {
                 "strict": bool(strict),
-                # Others than these are refused when they are held against the checkpoint's tables.
+                # Other types are rejected when they are compared with the checkpoint's tables.
                 "tables": sorted(map(repr, tables)) if isinstance(tables, Collection) else tables,
                 "rename": sorted(rename.items()) if isinstance(rename, Mapping) else rename,
                 "checkpoint": checkpoint,
@@ -312,16 +311,16 @@ class Saver:
         counters: bool = True,
         progress: ProgressOption = None,
     ) -> SaveReport:
-        """Merge the newest checkpoint in `path` and all that it builds on into a full one. Loads find the full one from then on.
+        """Merges the latest checkpoint in `path` and all its bases into a full one. Afterwards loads find the full one.
 
-        The rows are streamed: extra memory does not grow with their number. A run may train and save deltas to `path` meanwhile. It
-        goes on from the merged checkpoint, and a delta that it is writing then builds on that. Where it publishes a delta before
-        the merged checkpoint is complete, the merge begins again with that delta, up to 5 times. Nothing is done where the newest
-        checkpoint is full. A linked checkpoint becomes a full one; meanwhile its index takes 10 bytes of RAM for each row. `keep`,
-        `counters` and `progress` are those of `save`.
+        The rows are streamed: the memory used does not grow with their number. A run may train and save deltas to `path`
+        concurrently. It continues from the merged checkpoint, and a delta that it is writing is then based on that. If it commits a
+        delta before the merged checkpoint is complete, the merge restarts with that delta, up to 5 times. Nothing is done if the
+        latest checkpoint is full. A linked checkpoint becomes a full one; its index uses 10 bytes of RAM per row during the call.
+        `keep`, `counters` and `progress` are those of `save`.
 
-        Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and `StateError` where something was saved to `path`
-        each time before the merged checkpoint was complete: that stays, so call this again where saves are further apart.
+        Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and `StateError` if a save was committed to `path`
+        during every try: the saved checkpoint is kept; call this again when saves are less frequent.
         """
         agree_on_arguments("Saver.compact", lambda: self._arguments(keep=keep, counters=counters))
         ranks = AllRanks()
@@ -339,9 +338,7 @@ class Saver:
         raise AssertionError("the last attempt returns or raises")
 
     def _open_to_save(self, path: str | os.PathLike[str]) -> CheckpointDirectory:
-        """The directory that all ranks save to, checked and made when missing, once no save beside training writes there.
-        Collective.
-        """
+        """Opens the directory that all ranks save to; creates it if missing. Waits for asynchronous saves to it. Collective."""
         given = same_path_on_all_ranks(path)
 
         def open_directory() -> CheckpointDirectory:
@@ -354,7 +351,7 @@ class Saver:
     def _arguments(
         self, *, keep: int, counters: bool, incremental: bool = False, full_every: FullEvery = None
     ) -> dict[str, object]:
-        """The arguments of a save that all ranks have to give alike. `ConfigError` for those that are refused."""
+        """Returns the arguments of a save that must be equal on all ranks. Raises `ConfigError` for invalid ones."""
         self._check_rank()
         keep, full_every = check_int("keep", keep, 1, 1 << 20), check_full_every(full_every)
         return {
@@ -365,7 +362,7 @@ class Saver:
         }
 
     def _check_rank(self) -> None:
-        """`ConfigError` where this rank is not the one that was given."""
+        """Raises `ConfigError` if this rank is not `self.rank`."""
         if is_distributed():
             rank = dist.get_rank()
             if self.rank not in (None, rank):

@@ -1,4 +1,4 @@
-"""Saves of tables: what a checkpoint is to be, decided before it is begun, and the rows of one rank written into it."""
+"""Saves of tables: planning a checkpoint before it is started, and writing the rows of one rank into it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .table_shard import TableShard
 __all__ = ["FullEvery", "SavePlan", "WriteTotals", "check_full_every", "plan_save", "write_tables"]
 
 _log = logging.getLogger("torchrec_embcache.saver")
-# Why the first incremental save to a directory is full, which nobody has to act on.
+# The expected reason of the first save to a directory, for which no user action is needed.
 _NO_CHECKPOINT = "there is no checkpoint yet"
 
-# Which of the incremental saves are full: every how many, or "auto", or none.
+# Number of incremental saves per full one, or "auto", or none.
 FullEvery = int | Literal["auto"] | None
 
-# With "auto" a chain has at most so many deltas. From the lesser number on it ends where it has outgrown what it builds on.
+# With "auto" a chain has at most _MAX_DELTAS deltas. From _MIN_DELTAS on it ends if it has outgrown its base.
 _MAX_DELTAS, _MIN_DELTAS = 64, 8
 
 
 def check_full_every(value: object) -> FullEvery:
-    """Return `value`. `ConfigError` where it is no `FullEvery`."""
+    """Returns `value`. Raises `ConfigError` if it is not a `FullEvery`."""
     if value is None or value == "auto":
         return value
     if isinstance(value, str):
@@ -42,7 +42,7 @@ def check_full_every(value: object) -> FullEvery:
 
 @dataclass(frozen=True)
 class SaveBase:
-    """What a delta builds on: the newest checkpoint, and what each table knows it by (before a compaction another name)."""
+    """The base of a delta: the latest checkpoint, and each table's record of it (under another name if compacted since)."""
 
     id: _native.CheckpointId
     bases: dict[TablePath, _native.BaseCheckpoint]
@@ -50,35 +50,35 @@ class SaveBase:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a save of `shards` to `directory` is to be, the same on all ranks."""
+    """The plan of a save of `shards` to `directory`, equal on all ranks."""
 
     shards: list[ModuleShard]
     directory: CheckpointDirectory
     epoch: int
-    """Of rows that are trained after it."""
+    """The epoch of rows that are trained after the save."""
     base: SaveBase | None
-    """What it builds on; None: it is full."""
+    """The base of the delta; None: the save is full."""
     reason: str | None
-    """Why one that was to be a delta is full."""
+    """The reason why a save that was to be a delta is full."""
     counters: bool
-    """Whether the counts of ids that wait for rows are written."""
+    """If true, admission counts are written."""
 
     @property
     def parent(self) -> _native.CheckpointId | None:
-        """The checkpoint that a delta builds on."""
+        """The checkpoint on which a delta is based."""
         return None if self.base is None else self.base.id
 
     @property
     def rows(self) -> int | None:
-        """How many rows this rank writes; None where only the writing tells."""
+        """Number of rows that this rank writes; None if it is only known after writing."""
         return sum(len(table) for _, _, table in self.shards) if self.base is None else None
 
     def table_base(self, module_path: str, table: TableShard) -> _native.BaseCheckpoint | None:
-        """What a delta of the table builds on, as the table knows it."""
+        """Returns the base of a delta of the table, as recorded by the table."""
         return None if self.base is None else self.base.bases[module_path, table.name]
 
     def report(self, name: str, parent: str | None, rows: int, tombstones: int) -> SaveReport:
-        """Of the checkpoint `name` that was saved, and builds on `parent`."""
+        """Returns the report of the saved checkpoint `name`, which is based on `parent`."""
         kind: Literal["full", "delta"] = "full" if self.base is None else "delta"
         return SaveReport(name, kind, parent, self.reason, rows, tombstones)
 
@@ -92,7 +92,7 @@ def plan_save(
     counters: bool = True,
     full_every: FullEvery = "auto",
 ) -> SavePlan:
-    """Decide what a save is to be; the log says why one is full that was to be a delta. Collective."""
+    """Plans a save; logs the reason if a save that was to be a delta is full. Collective."""
     epoch = max(gather_results(lambda: max((table.native.epoch() for _, _, table in shards), default=0))) + 1
     base, reason = None, None
     if incremental:
@@ -112,7 +112,7 @@ def plan_save(
 
 @dataclass(frozen=True)
 class _DeltaChain:
-    """The deltas that a directory ends with, and what they build on."""
+    """The deltas at the end of a directory, and their base."""
 
     base: str
     base_rows: int
@@ -122,13 +122,13 @@ class _DeltaChain:
 
     @classmethod
     def read(cls, directory: CheckpointDirectory, newest: str) -> _DeltaChain:
-        """The chain of the checkpoint `newest`. `CorruptionError` where it cannot be loaded."""
+        """Reads the chain of the checkpoint `newest`. Raises `CorruptionError` if it cannot be loaded."""
         links = [json.loads(link) for link in _native.CheckpointRows(directory, newest).chain_manifests()]
         rows = [sum(table["rows"] + table["tombstones"] for table in link["tables"]) for link in links]
         return cls(links[-1]["name"], rows[-1], len(links) - 1, sum(rows[:-1]))
 
     def full_reason(self, full_every: FullEvery) -> str | None:
-        """Why the next save is to be full."""
+        """Returns the reason why the next save is to be full."""
         if full_every == "auto":
             if self.deltas >= _MAX_DELTAS:
                 return f"{self.deltas} deltas build on {self.base} (full_every='auto')"
@@ -144,21 +144,21 @@ class _DeltaChain:
 
 @dataclass(frozen=True)
 class _NewestInfo:
-    """What the newest checkpoint says of itself, as ranks tell each other."""
+    """Metadata of the latest checkpoint, as exchanged between ranks."""
 
     id: _native.CheckpointId
     merged: _native.CheckpointId | None
     next_epoch: int
     kind: str
     tables: dict[TablePath, bool]
-    """Whether it has counts of the ids of each table that wait for rows."""
+    """True for a table with admission counts in the checkpoint."""
     rows: dict[TablePath, int]
-    """How many rows a load finds of each table."""
+    """Number of rows that a load finds, by table."""
     chain: _DeltaChain
 
 
 def _read_newest(directory: CheckpointDirectory) -> tuple[_NewestInfo | None, str | None]:
-    """The newest checkpoint, or why there is none to build on."""
+    """Reads the latest checkpoint. If there is none to use as a base, returns the reason instead."""
     try:
         found = _native.newest_checkpoint(directory)
         if found is None:
@@ -172,7 +172,7 @@ def _read_newest(directory: CheckpointDirectory) -> tuple[_NewestInfo | None, st
 
 
 def _find_base(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool) -> tuple[SaveBase | None, str | None]:
-    """What a delta of these tables on the newest checkpoint builds on, or why there can be none. Collective."""
+    """Returns the base of a delta of these tables on the latest checkpoint, or the reason why there is none. Collective."""
     name = newest.id.name
     if newest.kind == "linked":
         return None, f"{name} is a linked checkpoint (linked=True), and deltas build on others only"
@@ -208,10 +208,10 @@ def _find_base(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool
 
 
 def _sweeps_differ(shards: list[ModuleShard], base: SaveBase) -> str | None:
-    """Why a delta on `base` cannot say the sweeps since then: ranks have made different ones. Collective.
+    """Returns a reason if a delta on `base` cannot record the sweeps since then, because ranks ran different ones. Collective.
 
-    A delta says one list of sweeps for all rows of a table. `table.evict()` on one rank alone makes them differ, until the next
-    sweep of all ranks.
+    A delta contains one list of sweeps for all rows of a table. `table.evict()` on a single rank makes the lists differ, until the
+    next sweep on all ranks.
     """
 
     def sweeps() -> dict[TablePath, list[str]]:
@@ -233,10 +233,10 @@ def _sweeps_differ(shards: list[ModuleShard], base: SaveBase) -> str | None:
 
 
 def _rows_differ(shards: list[ModuleShard], base: SaveBase, saved: dict[TablePath, int]) -> str | None:
-    """Why a load of a delta on `base` would find other rows than the tables have. Collective.
+    """Returns a reason if a load of a delta on `base` would find other rows than the tables have. Collective.
 
-    No table should come to that: it keeps an error in the bookkeeping of a table from making a chain that cannot be loaded.
-    `saved` is how many rows a load of `base` finds.
+    This should never happen: it prevents a bookkeeping error of a table from creating a chain that cannot be loaded. `saved` is the
+    number of rows that a load of `base` finds.
     """
 
     def counts() -> dict[TablePath, _native.ChangeCounts]:
@@ -265,10 +265,10 @@ def _rows_differ(shards: list[ModuleShard], base: SaveBase, saved: dict[TablePat
 
 
 def _counts_differ(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool) -> str | None:
-    """Why a delta with counts, or one without them, cannot build on the newest checkpoint. Collective.
+    """Returns a reason if a delta with counts, or without, cannot be based on the latest checkpoint. Collective.
 
-    A load puts the counts of a chain together, of which a delta has those of the ids that occurred since its parent. So on a parent
-    without counts some would be missing, and a delta without counts would leave the old ones of its parent.
+    A load combines the counts of a chain; a delta has only those of ids that occurred since its parent. With a parent without
+    counts some would therefore be missing, and a delta without counts would leave the outdated ones of its parent.
     """
     pairs = [(path, table.name) for path, _, table in shards if table.settings.lifecycle.counts_ids]
     differ = sorted(pair for pair in pairs if newest.tables[pair] != counters)
@@ -283,7 +283,7 @@ def _counts_differ(shards: list[ModuleShard], newest: _NewestInfo, *, counters: 
 
 @dataclass
 class WriteTotals:
-    """How much one rank wrote."""
+    """Totals of one rank's writes."""
 
     rows: int = 0
     tombstones: int = 0
@@ -291,7 +291,7 @@ class WriteTotals:
     copied_bytes: int = 0
 
     def add(self, table: _native.TableWriteStats) -> None:
-        """Count what one table came to."""
+        """Adds the totals of one table."""
         self.rows += table.rows
         self.tombstones += table.tombstones
         self.linked_bytes += table.linked_bytes
@@ -301,7 +301,7 @@ class WriteTotals:
 def write_tables(
     plan: SavePlan, writer: _native.CheckpointWriter, tracker: ProgressTracker, *, linked: bool
 ) -> WriteTotals:
-    """Write the tables of this rank. `linked`: tables with an SSD tier as their segments."""
+    """Writes the tables of this rank. `linked`: tables with an SSD tier are written as links to their segments."""
     totals = WriteTotals()
     for module_path, owner, table in plan.shards:
         numbers = numeric_hyperparameters(owner.hyperparameters(table.name))

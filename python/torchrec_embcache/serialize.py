@@ -1,4 +1,4 @@
-"""Block-level saving and loading, with the signatures of RecIS: tables and dense tensors as named blocks, picked by a filter.
+"""Block-level saving and loading, with RecIS's signatures: tables and dense tensors as named blocks, selected by a filter.
 
 Examples:
     >>> import torch
@@ -12,13 +12,13 @@ Examples:
     >>> BlockLoader("ckpt", hashtables={"item": item}, tensors=over.state_dict()).load().tensors
     ['bias', 'weight']
 
-`Saver` and `Loader`, as RecIS calls them, are other names of these two classes.
+`Saver` and `Loader`, RecIS's names, are aliases of these two classes.
 
 A table is a block of ids and a block for each of its slots: the weights ("embedding"), the optimizer's, by torch's names, and the
-metadata. Rows lie in runs of at most 16 MiB, each sorted by (bucket, `uint64(id)`), so that a shard of any number of shards reads
-what it owns; see `buckets`. RecIS' indexes name the slice of `uint64(id) mod total_num_buckets` that the ids of a block are in.
-`docs/design-checkpoint.md` has the files. Every byte is under a checksum that a load verifies. Names with "@" or "^" are refused:
-RecIS keeps them for itself.
+metadata. Rows are stored in runs of at most 16 MiB, each sorted by (bucket, `uint64(id)`), so that a shard of any number of shards
+reads only its own rows; see `buckets`. RecIS' indexes name the slice of `uint64(id) mod total_num_buckets` that contains the ids of
+a block. `docs/design-checkpoint.md` describes the files. Every byte has a checksum that a load verifies. Names with "@" or "^" are
+rejected: RecIS reserves them.
 """
 
 from .blocks.given import split_sparse_dense_state_dict
@@ -37,6 +37,6 @@ __all__ = [
     "split_sparse_dense_state_dict",
 ]
 
-# The names that RecIS gives to the two.
+# RecIS's names.
 Saver = BlockSaver
 Loader = BlockLoader

@@ -1,4 +1,4 @@
-"""The tables that a rank saves or loads, and what ranks must agree on before they do."""
+"""The tables that a rank saves or loads, and collective checks before that."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ModuleShard = tuple[str, CacheModule, TableShard]
 
 
 def shards_of(module: nn.Module) -> list[ModuleShard]:
-    """The tables of this rank, opened, by module path and name."""
+    """Returns the tables of this rank, opened, by module path and name."""
     found = shards_unopened(module)
     for owner in cache_modules(module).values():
         owner.sync_optimizers()
@@ -41,7 +41,7 @@ def shards_of(module: nn.Module) -> list[ModuleShard]:
 
 
 def shards_unopened(module: nn.Module) -> list[ModuleShard]:
-    """The tables of this rank, opened or not, by module path and name. `InputError` where the model has no cache module."""
+    """Returns the tables of this rank, opened or not, by module path and name. Raises `InputError` without a cache module."""
     modules = cache_modules(module)
     if not modules:
         raise InputError(f"{type(module).__name__} has no cache module: nothing to save or load")
@@ -55,20 +55,20 @@ def shards_unopened(module: nn.Module) -> list[ModuleShard]:
 
 
 def shards_when_idle(module: nn.Module) -> list[ModuleShard]:
-    """The tables as `shards_of` gives them, once no save beside training holds them."""
+    """Like `shards_of`, after waiting for asynchronous saves of the tables."""
     found = shards_to_save(module)
     wait_for_saves([table for _, _, table in found])
     return found
 
 
 def shards_to_save(module: nn.Module) -> list[ModuleShard]:
-    """The tables as `shards_of` gives them. State dicts of the modules are no reason to warn from here on: the rows are saved."""
+    """Like `shards_of`, for tables that are saved. State dicts of the modules then cause no warnings."""
     suppress_state_dict_warnings(module)
     return shards_of(module)
 
 
 def same_path_on_all_ranks(path: str | os.PathLike[str]) -> CheckedPath:
-    """Return `path` as an absolute path. `PathError` where ranks name different directories. Collective."""
+    """Returns `path` as an absolute path. Raises `PathError` if ranks pass different directories. Collective."""
     given = run_on_all_ranks(lambda: check_path("path", path))
     everyone = all_gather(os.path.normpath(given))
     if len(set(everyone)) > 1:
@@ -78,10 +78,10 @@ def same_path_on_all_ranks(path: str | os.PathLike[str]) -> CheckedPath:
 
 
 def numeric_hyperparameters(group: dict[str, Any]) -> dict[str, float]:
-    """The hyperparameters that are numbers, each by its name. A pair `betas` becomes `beta1` and `beta2`.
+    """Returns the numeric hyperparameters by name. A pair `betas` becomes `beta1` and `beta2`.
 
-    The groups of torch's optimizers hold others too, such as `foreach=None`: those say how torch computes an update, and a
-    checkpoint does not need them.
+    The groups of torch's optimizers also contain others, such as `foreach=None`, which select an implementation and are not needed
+    in a checkpoint.
     """
 
     def each() -> Iterator[tuple[str, float]]:

@@ -1,10 +1,10 @@
-"""The gradient of the row that refused ids share, on its way to the update: summed exactly, over all ranks together.
+"""The gradient of the OOV row: exact sums over the occurrences on all ranks.
 
-A finite float32 is a whole number of 2^-149. A column's sum is kept in limbs of 32 bits, each in 64 bits, which are added up
-without carrying. So the sums of several ranks are added number by number, and the result is the same for any number of ranks.
-The core keeps its sums in the same way.
+A finite float32 is an integer multiple of 2^-149. A column's sum is stored in 32-bit limbs, each in 64 bits, which are added
+without carrying. The sums of several ranks are therefore added elementwise, and the result is the same for any number of ranks. The
+native extension stores its sums in the same way.
 
-Shapes: n refused ids, D the table's width.
+Shapes: n occurrences of ids that are not admitted, D the table's width.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from .exceptions import StateError
 
 __all__ = ["OovGradientSums", "OtherRankFailedError", "exact_sums", "oov_sums_size"]
 
-# Limbs of a column's sum, the lowest first, and how many of its numbers are not finite.
+# Limbs of a column's sum, the lowest first, followed by the number of its non-finite values.
 _LIMBS = 9
 _INTEGERS_PER_COLUMN = _LIMBS + 1
 _LIMB_BITS = 32
 _MANTISSA_BITS = 23
-# So many numbers are summed at once, because what is computed of each takes dozens of bytes.
+# Number of values that are summed at a time: the temporaries use dozens of bytes per value.
 _CHUNK_ELEMENTS = 1 << 21
 
 
@@ -31,16 +31,16 @@ class OtherRankFailedError(StateError):
 
 
 class OovGradientSums:
-    """The sums of one backward, until those of all ranks are added up. Every rank comes here once, also where it has failed."""
+    """The sums of one backward, until they are reduced over all ranks. Every rank reduces once, even if it has failed."""
 
     def __init__(self, all_reduce_fn: Callable[[Tensor], None] | None, size: int) -> None:
-        """`all_reduce_fn` adds up a CPU tensor of all ranks in place; None for one rank. `size`: how many integers the sums are."""
+        """`all_reduce_fn` sums a CPU tensor over all ranks in place; None for one rank. `size`: number of integers in the sums."""
         self._all_reduce_fn, self._size = all_reduce_fn, size
 
     def all_reduce(self, sums: Tensor) -> Tensor:
-        """The sums, int64 [size], of all ranks, on the CPU. Collective.
+        """Returns the sums, int64 [size], over all ranks, on the CPU. Collective.
 
-        Raises `OtherRankFailedError` where a rank has failed before it came here.
+        Raises `OtherRankFailedError` if a rank has failed before its call.
         """
         if self._all_reduce_fn is None:
             return sums.cpu()
@@ -51,11 +51,11 @@ class OovGradientSums:
         return both[:-1]
 
     def notify_failure(self) -> None:
-        """Tell the other ranks that this one has failed, unless it came here before. Collective."""
+        """Notifies the other ranks that this rank has failed, unless it has already reduced its sums. Collective."""
         if self._all_reduce_fn is not None:
             failed = torch.zeros(self._size + 1, dtype=torch.int64, device="cpu")
             failed[-1] = 1
-            with contextlib.suppress(Exception):  # the error that this is about is raised
+            with contextlib.suppress(Exception):  # the error that caused this call is raised
                 self._reduce(failed)
 
     def _reduce(self, sums: Tensor) -> None:
@@ -65,12 +65,12 @@ class OovGradientSums:
 
 
 def oov_sums_size(dim: int) -> int:
-    """How many integers the sums of a table of width `dim` are: those of its columns, and how many ids were refused."""
+    """Returns the number of integers in the sums of a table of width `dim`: per column, plus one for the occurrences."""
     return dim * _INTEGERS_PER_COLUMN + 1
 
 
 def exact_sums(rows: Tensor) -> Tensor:
-    """The sums of the columns of `rows`, float32 [n, D], and then n: int64 [`oov_sums_size(D)`], on the device of the rows."""
+    """Returns the column sums of `rows`, float32 [n, D], followed by n: int64 [`oov_sums_size(D)`], on the device of the rows."""
     count, dim = rows.shape
     sums = torch.zeros(oov_sums_size(dim), dtype=torch.int64, device=rows.device)
     sums[-1] = count

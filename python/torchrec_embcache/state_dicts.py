@@ -1,4 +1,4 @@
-"""A note of all tables' rows, to be put beside a model in checkpoints by PyTorch's DCP that do not hold the rows."""
+"""Row counts of all tables, for checkpoints by PyTorch's DCP that do not contain the rows."""
 
 import json
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ __all__ = ["TableState"]
 
 
 class TableState:
-    """A note of all tables' rows for a checkpoint by PyTorch's DCP that does not hold them; a `Stateful` there.
+    """The row counts of all tables, for a checkpoint by PyTorch's DCP that does not contain the rows; a `Stateful` there.
 
-    Put it beside the model: `dcp.save({"model": model.state_dict(), "tables": TableState(model)}, checkpoint_id=path)`. Then
-    `dcp.load` raises `StateError` where the rows were not loaded before it, by `Saver().load(model, rows_path)`.
+    Save it with the model: `dcp.save({"model": model.state_dict(), "tables": TableState(model)}, checkpoint_id=path)`. Then
+    `dcp.load` raises `StateError` if the rows were not loaded before, by `Saver().load(model, rows_path)`.
 
     Both methods are collective, as DCP calls them.
 
@@ -38,11 +38,11 @@ class TableState:
         self._model = model
 
     def state_dict(self) -> dict[str, str]:
-        """Rows and step of every table that is open, over all ranks."""
+        """Returns the rows and step of every open table, over all ranks."""
         return {"tables": json.dumps(self._row_counts(), sort_keys=True)}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """`StateError` where the model's tables hold other rows than those noted."""
+        """Raises `StateError` if the row counts of the model's tables differ from those in `state`."""
         held = self._row_counts()
         for name, [rows, step] in json.loads(state["tables"]).items():
             now = held.get(name, [0, 0])

@@ -1,6 +1,6 @@
-"""The counters of a table and of its tiers, as users see them.
+"""Counters of a table and of its tiers.
 
-The names of the fields are those of the core's counters. CONTRIBUTING.md says where a counter is added.
+The fields have the names of the native counters. CONTRIBUTING.md explains how to add a counter.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["AdmissionStats", "EvictionStats", "Histogram", "SsdStats", "TableSta
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often durations of which sizes were measured since the table was opened.
+    """A latency histogram since the table was opened.
 
-    - `count`: how many durations.
+    - `count`: number of durations.
     - `sum_ns`: their sum in nanoseconds.
     - `buckets`: pairs of a bucket's upper bound in nanoseconds and the number of durations in it, smallest bound first. A bucket
-      includes its upper bound and begins where the one before ends. Buckets without a duration are left out.
+      includes its upper bound and starts at the previous bound. Empty buckets are omitted.
 
-    The buckets are log-linear, as those of HdrHistogram: 8 to each power of two. So a bound is at most an eighth above each
-    duration in its bucket, however long that is.
+    The buckets are log-linear, like those of HdrHistogram, with 8 per power of two. A bound is therefore at most an eighth above
+    each duration in its bucket.
 
     Examples:
         >>> from torchrec_embcache import Histogram
@@ -41,18 +41,18 @@ class Histogram:
 
     @classmethod
     def from_native(cls, native: _native.Histogram) -> Self:
-        """From the core's counters."""
+        """Converts the native counters."""
         return cls(native.count, native.sum_ns, tuple(zip(native.bounds, native.counts, strict=True)))
 
     @property
     def mean_ns(self) -> float:
-        """The mean duration in nanoseconds; 0.0 where there is none."""
+        """The mean duration in nanoseconds; 0.0 if there is none."""
         return self.sum_ns / self.count if self.count else 0.0
 
     def quantile(self, q: float) -> float:
-        """The upper bound in nanoseconds of the bucket of the `q`-quantile; 0.0 where there is no duration.
+        """Returns the upper bound in nanoseconds of the bucket of the `q`-quantile; 0.0 if there is no duration.
 
-        So at least the share `q` of all durations, from 0.0 to 1.0, took no longer than this. Raises `InputError` for another `q`.
+        At least the fraction `q` of all durations, from 0.0 to 1.0, is not longer than this. Raises `InputError` for another `q`.
 
         For example `table.stats().row_wait.quantile(0.99) / 1e6` is a time in milliseconds.
         """
@@ -66,11 +66,11 @@ class Histogram:
         return 0.0
 
     def __add__(self, other: Histogram) -> Histogram:
-        """The durations of both, as of several tables or ranks together."""
+        """Returns the sum of both, such as of several tables or ranks."""
         return self._combine(other, 1)
 
     def __sub__(self, earlier: Histogram) -> Histogram:
-        """The durations since `earlier`, where that is an earlier state of the same histogram."""
+        """Returns the durations since `earlier`, an earlier state of the same histogram."""
         return self._combine(earlier, -1)
 
     def _combine(self, other: Histogram, sign: int) -> Histogram:
@@ -85,13 +85,14 @@ class Histogram:
 class TierStats:
     """The counters of one tier of one table since the table was opened.
 
-    - `rows`, `bytes`: what the tier holds now. The bytes include its index.
-    - `capacity_bytes`: its budget. Where tables of a module share it: the table's part now, and an equal share of the free bytes.
-    - `hits`, `misses`: distinct ids of plans that were found in the tier, and that were looked for and not found. A batch whose
-      rows were on the device for it, and were given back when its pipeline was detached, counts once more.
-    - `evictions`: rows that left the tier to make room.
+    - `rows`, `bytes`: current contents of the tier. The bytes include its index.
+    - `capacity_bytes`: its budget. If tables of a module share it: the table's current bytes, and an equal portion of the free
+      bytes.
+    - `hits`, `misses`: distinct ids of plans that were found in the tier, and that were looked up and not found. A batch whose rows
+      were on the device, and were released when its pipeline was detached, counts again.
+    - `evictions`: rows that were demoted or evicted from the tier to free space.
     - `read_bytes`, `written_bytes`: bytes read from the tier for plans, and bytes written into it.
-    - `time_ns`: nanoseconds that plans spent on the tier, waits included.
+    - `time_ns`: nanoseconds that plans spent on the tier, including waits.
 
     Examples:
         >>> import torch
@@ -117,7 +118,7 @@ class TierStats:
 
     @classmethod
     def from_native(cls, native: _native.TierStats) -> Self:
-        """From the core's counters."""
+        """Converts the native counters."""
         return cls(**_fields_from_native(TierStats, native))
 
 
@@ -125,19 +126,18 @@ class TierStats:
 class SsdStats(TierStats):
     """The counters of the SSD tier.
 
-    - `io_engine`: "io_uring" or "pread", with "+direct" where files are read past the system's page cache (O_DIRECT).
-    - `reads`: reads that were sent to the disk to serve plans. One read brings all rows that lie near each other.
-    - `read_latency`: how long the disk took for a read that brought rows: from when the system was asked until the bytes were
-      there.
-    - `logical_written_bytes`: bytes of the rows that were given to the tier.
+    - `io_engine`: "io_uring" or "pread", with "+direct" if files are read past the page cache (O_DIRECT).
+    - `reads`: disk reads for plans. One read loads all rows that are near each other.
+    - `read_latency`: latency of disk reads that loaded rows, from the submission of the read until its completion.
+    - `logical_written_bytes`: bytes of the rows that were passed to the tier.
     - `compaction_bytes`: bytes that compaction wrote.
     - `live_share`: the bytes of live records, divided by the bytes of sealed segments; 0 to 1.
-    - `segments`: files.
-    - `index_bytes`: bytes of RAM of the tier's index, which count in `host_bytes`.
+    - `segments`: number of files.
+    - `index_bytes`: bytes of RAM of the tier's index, which are part of `host_bytes`.
     - `dropped_rows`: rows that `on_full="evict"` removed.
-    - `has_lost_flush`: the last flush can no longer be resumed, because the room of its segments was needed.
-    - `space_waits`: how often a call waited until compaction had made room on the SSD.
-    - `read_only`: a write or a sync has failed, so that the table can be read and saved elsewhere, and not be trained.
+    - `has_lost_flush`: the last flush cannot be resumed, because the space of its segments was reclaimed.
+    - `space_waits`: number of calls that stalled until compaction had freed space on the SSD.
+    - `read_only`: a write or a sync has failed, so that the table can be read and saved elsewhere, but not trained.
 
     Examples:
         >>> import os
@@ -148,7 +148,7 @@ class SsdStats(TierStats):
         ...     table.open()  # its first use would open it too
         ...     table.import_rows([7, 8], [[1.0, 2.0], [3.0, 4.0]])
         ...     table.flush()
-        ...     table.stats().ssd.rows, table.stats().ssd.dropped_rows, len(table.published())
+        ...     table.stats().ssd.rows, table.stats().ssd.dropped_rows, len(table.commit_ids())
         (2, 0, 1)
     """
 
@@ -167,7 +167,7 @@ class SsdStats(TierStats):
 
     @classmethod
     def from_native(cls, native: _native.SsdStats) -> Self:  # type: ignore[override]
-        """From the core's counters."""
+        """Converts the native counters."""
         apart = {
             **_fields_from_native(TierStats, native.tier),
             "read_latency": Histogram.from_native(native.read_latency),
@@ -176,19 +176,19 @@ class SsdStats(TierStats):
 
     @property
     def write_amplification(self) -> float:
-        """Bytes that the tier wrote, divided by the bytes of the rows that it was given; 0 before the first row."""
+        """Bytes that the tier wrote, divided by the bytes of the rows that were passed to it; 0 before the first row."""
         return self.written_bytes / self.logical_written_bytes if self.logical_written_bytes else 0.0
 
 
 @dataclass(frozen=True)
 class AdmissionStats:
-    """What became of ids without a row in training batches since the table was opened. An id counts once a batch.
+    """Admission counters since the table was opened: ids without a row in training batches. An id counts once per batch.
 
-    - `admitted`: ids that got a row.
-    - `not_admitted`: ids that got none.
-    - `pending`: ids that have a count now, and no row.
-    - `pending_bytes`: bytes of RAM that their counts take.
-    - `forgotten`: ids whose counts were forgotten, because the memory for them was full or their window ended.
+    - `admitted`: ids that were admitted.
+    - `not_admitted`: ids that were not admitted.
+    - `pending`: ids that currently have a count and no row.
+    - `pending_bytes`: bytes of RAM of their counts.
+    - `forgotten`: ids whose counts were discarded, because their memory was full or their window ended.
 
     Examples:
         >>> import torch
@@ -199,7 +199,7 @@ class AdmissionStats:
         ... )
         >>> item(torch.tensor([7, 7, 8])).sum().backward()  # 7 occurs twice
         >>> counters = item.stats().admission
-        >>> counters.admitted, counters.refused, counters.pending
+        >>> counters.admitted, counters.not_admitted, counters.pending
         (1, 1, 1)
     """
 
@@ -211,19 +211,20 @@ class AdmissionStats:
 
     @classmethod
     def from_native(cls, native: _native.AdmissionStats) -> Self:
-        """From the core's counters."""
+        """Converts the native counters."""
         return cls(**_fields_from_native(cls, native))
 
 
 @dataclass(frozen=True)
 class EvictionStats:
-    """What the sweeps of a table's eviction have done since the table was opened.
+    """Counters of a table's eviction sweeps since the table was opened.
 
-    - `evicted`: rows that a rule took. While a sweep is under way those are counted that have left their tier.
-    - `evicted_by_rule`: how many of them each kind of rule took: "ttl", "score", "l2_norm", "lowest" for `Keep` and `Share`, or
-      "all". A row that several rules of a policy take counts for the first of them. Rules that took none are left out.
-    - `is_sweeping`: rows that a sweep takes are still to leave their tier. They are missing all the same.
-    - `undelivered`: rows that left, by a rule or because the table was full, and wait for `on_evict` or `drain_evicted`.
+    - `evicted`: rows that a rule evicted. During a sweep, rows are counted when they leave their tier.
+    - `evicted_by_rule`: number of evicted rows by kind of rule: "ttl", "score", "l2_norm", "lowest" for `Keep` and `Share`, or
+      "all". A row that matches several rules of a policy counts for the first of them. Rules without evicted rows are omitted.
+    - `is_sweeping`: rows that a sweep evicts are still in their tier. Their ids are missing nevertheless.
+    - `undelivered`: rows that were evicted, by a rule or because the table was full, and not yet delivered to `on_evict` or
+      `drain_evicted`.
 
     Examples:
         >>> import torch
@@ -247,7 +248,7 @@ class EvictionStats:
 
     @classmethod
     def from_native(cls, native: _native.EvictionStats) -> Self:
-        """From the core's counters."""
+        """Converts the native counters."""
         return cls(**_fields_from_native(cls, native))
 
 
@@ -255,17 +256,17 @@ class EvictionStats:
 class TableStats:
     """The counters of one shard of a table.
 
-    - `rows`: rows in all tiers together, also those that a sweep took and that have not left their tier yet.
-    - `step`: training steps.
-    - `pinned_rows`: cache slots that batches in flight hold.
-    - `overflow_plans`: batches whose rows did not fit the tier that kernels run on.
+    - `rows`: rows in all tiers together, including those that a sweep in progress has yet to remove.
+    - `step`: number of training steps.
+    - `pinned_rows`: cache slots held by batches in flight.
+    - `overflow_plans`: batches whose rows did not fit into the tier that kernels run on.
     - `dropped_rows`: rows that `on_full="evict"` removed.
-    - `row_wait`: how long training waited for each batch until all of its rows had their slots: for reads from SSD, for room, and
-      for the table's lock. Tables of one forward wait one after the other, so that their waits add up.
-    - `lock_held`: how long the table's lock was held, each time that it was.
-    - `kernels`: what runs on the rows: "core", "triton" or "torch".
-    - `admission`: the counters of admission; None where every id gets a row.
-    - `eviction`: the counters of eviction by rule; None where no rule takes rows, and without `on_evict`.
+    - `row_wait`: the time that training waited per batch until all of its rows had their slots: for reads from SSD, for free space,
+      and for the table's lock. Tables of one forward wait one after the other, so that their waits add up.
+    - `lock_held`: hold times of the table's lock.
+    - `kernels`: the kernels of the table: "core", "triton" or "torch".
+    - `admission`: the admission counters; None if every id is admitted.
+    - `eviction`: the counters of eviction by rule; None without eviction rules and `on_evict`.
     - `device`, `host`, `ssd`: the counters of each tier; None for a tier that the table does not have.
 
     Examples:
@@ -301,7 +302,7 @@ class TableStats:
 
     @classmethod
     def from_native(cls, native: _native.TableStats, kernels: str) -> Self:
-        """From the core's counters and the name of the kernels."""
+        """Converts the native counters, and adds the name of the kernels."""
         tiers: dict[str, Any] = {
             "kernels": kernels,
             "row_wait": Histogram.from_native(native.row_wait),
@@ -315,7 +316,7 @@ class TableStats:
         return cls(**tiers, **_fields_from_native(cls, native, exclude=tiers))
 
     def __repr__(self) -> str:
-        """The numbers of the table in one line, and a line for each histogram and each part that it has."""
+        """Formats the counters of the table in one line, and adds a line for each histogram and each part."""
         lines = [f"{type(self).__name__}({_format_counters(self)})"]
         for name in ("row_wait", "lock_held", "admission", "eviction", "device", "host", "ssd"):
             part = getattr(self, name)
@@ -327,7 +328,7 @@ class TableStats:
 
 
 def _format_counters(stats: Any) -> str:
-    """The fields of counters, with a summary of a histogram."""
+    """Formats the fields of counters, with a summary of a histogram."""
     values = {field.name: getattr(stats, field.name) for field in fields(stats)}
     return ", ".join(
         f"{name}=({_format_histogram(value)})" if isinstance(value, Histogram) else f"{name}={value!r}"
@@ -342,5 +343,5 @@ def _format_histogram(histogram: Histogram) -> str:
 
 
 def _fields_from_native(kind: type[Any], native: object, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The values of `native` that are named as the fields of the dataclass `kind`; those in `exclude` are left out."""
+    """Returns the values of `native` for the fields of the dataclass `kind`, except those in `exclude`."""
     return {field.name: getattr(native, field.name) for field in fields(kind) if field.name not in (exclude or {})}

@@ -1,4 +1,4 @@
-"""The order in which streams of a device use the tensors of a device tier."""
+"""Orders reads and writes of device-tier tensors across streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 # Cache slots, as int32 from a plan or as int64 from a tier.
 SlotIds = NDArray[np.signedinteger[Any]]
 
-# Numbers of writes are kept as int32.
+# Write numbers are stored as int32.
 _MAX_WRITES = (1 << 31) - 2
 
 
@@ -35,27 +35,27 @@ class StreamEvent(Protocol):
     """A point in a stream, such as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether all is done that was queued before it."""
+        """True if all work queued before it is done."""
 
     def synchronize(self) -> None:
-        """Have the CPU wait until that is done."""
+        """Blocks the CPU until that work is done."""
 
 
 class DeviceStream(Protocol):
     """A queue of work on a device, such as `torch.cuda.Stream`. Two are equal if they are the same queue."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Have what is queued here from now on wait for what is queued on another stream until now."""
+        """Makes work queued on this stream after the call wait for all work currently queued on another stream."""
 
     def wait_event(self, event: Any) -> None:
-        """Have what is queued here from now on wait for an event."""
+        """Makes work queued on this stream after the call wait for an event."""
 
     def record_event(self) -> Any:
-        """An event after what is queued here until now."""
+        """Returns an event after all work currently queued."""
 
 
 class TransferStreams:
-    """The streams of a device on which rows leave it and come to it, beside what computes."""
+    """The device streams that copy rows from and to the device, separate from the compute stream."""
 
     def __init__(self, to_host: DeviceStream, to_device: DeviceStream) -> None:
         self.to_host = to_host
@@ -63,12 +63,12 @@ class TransferStreams:
 
 
 def _module_of(device: torch.device) -> Any:
-    """Torch's module for `device`, such as `torch.cuda`, which has its streams; None for the CPU, where torch queues nothing."""
+    """Returns torch's module for `device`, such as `torch.cuda`, which has its streams; None for the CPU, which has none."""
     return torch.get_device_module(device) if device.type != "cpu" else None
 
 
 def current_stream(device: torch.device) -> DeviceStream | None:
-    """The caller's stream on `device`; None where it has no streams."""
+    """Returns the caller's stream on `device`; None if it has no streams."""
     current = getattr(_module_of(device), "current_stream", None)
     stream: DeviceStream | None = current(device) if current is not None else None
     return stream
@@ -76,19 +76,19 @@ def current_stream(device: torch.device) -> DeviceStream | None:
 
 @cache
 def transfer_streams(device: torch.device) -> TransferStreams | None:
-    """The streams on which rows move to and from `device`, the same for all tables; None where it has no streams."""
+    """Returns the streams that move rows to and from `device`, the same for all tables; None if it has no streams."""
     made = getattr(_module_of(device), "Stream", None)
     return TransferStreams(made(device), made(device)) if made is not None else None
 
 
 @contextmanager
 def on_stream(stream: Any, device: torch.device) -> Iterator[None]:
-    """Have torch queue what it does on `stream`, which is one of `device`. None: the caller's stream."""
+    """Makes torch queue its work on `stream`, a stream of `device`. None: the caller's stream."""
     if stream is None:
         yield
         return
     module = _module_of(device)
-    # A thread of the core's has no device of its own. Torch would go back to the first one then, and set it up.
+    # A native thread has no current device. Torch would restore the first device afterwards, and initialize it.
     with module.device(device), module.stream(stream):
         yield
 
@@ -105,7 +105,7 @@ class _MemoryUse:
         return self.event is not None and self.event.query()
 
     def make_wait(self, stream: DeviceStream) -> None:
-        """Have what is queued on `stream` from now on wait for this. A stream's own work runs in its order anyway."""
+        """Makes work queued on `stream` after the call wait for this use. A stream's own work is ordered anyway."""
         if stream == self.stream:
             return
         if self.event is not None:
@@ -115,28 +115,29 @@ class _MemoryUse:
 
 
 class StreamOrder:
-    """Who has used which slots of some memory on a device: who uses them next waits for those whose work it must not overtake.
+    """Tracks the uses of slots of device memory across streams, and makes a stream wait for earlier conflicting uses.
 
-    A reader waits for those who wrote its slots last, and a writer for them and for all readers. Who read which slots is not kept,
-    because what reads is short and comes first in a step. Nobody waits for work on its own stream, and the CPU waits for nobody.
+    A reader waits for the last writers of its slots; a writer waits for those and for all readers. Readers are not tracked per
+    slot, because reads are short and come first in a step. No stream waits for its own work, and the CPU never waits.
 
-    Slots are integers [n]; None stands for all slots. Callers hold the rows exclusively until their work is queued, but for readers
-    of rows that nobody else changes. Several threads may read at once, and no lock is taken: one that is held while Python collects
-    garbage could be waited for by what the collector runs. Each step below that readers share is one operation of a dict or a list.
+    Slots are integers [n]; None stands for all slots. Callers have exclusive access to the rows until their work is queued, except
+    readers of rows that no other thread changes. Several threads may read at the same time. No lock is used: the garbage collector
+    can run at any time, and code run by it could wait for a held lock. Each step below that is shared by readers is therefore one
+    operation of a dict or a list.
     """
 
     def __init__(self) -> None:
         self._number = 0
-        # Writes that are not known to be done, the oldest first; and the last read of each thread on each stream.
+        # Writes that are not known to be done, oldest first; and the last read of each thread on each stream.
         self._writes: list[_MemoryUse] = []
         self._readers: dict[tuple[DeviceStream, int], _MemoryUse] = {}
-        # The number of the last write of all slots, and of each slot the number of the last write of some that it was among.
+        # The number of the last write of all slots, and, by slot, the number of the last partial write that included it.
         self._min_write = 0
         self._slot_writes: NDArray[np.int32] = np.zeros(0, np.int32)
 
     @contextmanager
     def reading(self, stream: DeviceStream | None, slots: SlotIds | None = None) -> Iterator[None]:
-        """Say that what is queued on `stream` meanwhile reads. None: the device has no streams."""
+        """Registers the work queued on `stream` within the block as a read. None: the device has no streams."""
         if stream is None:
             yield
             return
@@ -150,7 +151,7 @@ class StreamOrder:
 
     @contextmanager
     def writing(self, stream: DeviceStream | None, slots: SlotIds | None = None) -> Iterator[None]:
-        """Say that what is queued on `stream` meanwhile writes. None: the device has no streams."""
+        """Registers the work queued on `stream` within the block as a write. None: the device has no streams."""
         if stream is None:
             yield
             return
@@ -163,7 +164,7 @@ class StreamOrder:
             use.event = stream.record_event()
 
     def _last_writes(self, slots: SlotIds | None) -> list[_MemoryUse]:
-        """On each stream the last of the writes after which these slots are as they are now, or a later one."""
+        """Returns, for each stream, the last write that may have set the current contents of these slots, or a later one."""
         writes = tuple(self._writes)
         last = self._number if slots is None else self._last_write(slots)
         return list({write.stream: write for write in writes if write.number <= last}.values())
@@ -180,7 +181,7 @@ class StreamOrder:
             del self._writes[0]
         use = _MemoryUse(stream, self._number)
         if slots is None:
-            # All that came before is done before this is.
+            # All earlier work is done before this write.
             self._min_write = self._number
             self._writes = [use]
             self._readers.clear()
@@ -195,7 +196,7 @@ class StreamOrder:
         return use
 
     def _renumber(self) -> None:
-        """Begin with small numbers again. All slots count as written by the last of the writes that are not done."""
+        """Restarts the numbering at small numbers. All slots then count as written by the last pending write."""
         for number, write in enumerate(self._writes, 1):
             write.number = number
         self._min_write = self._number = len(self._writes)

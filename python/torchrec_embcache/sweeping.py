@@ -1,6 +1,7 @@
-"""Sweeps whose rules the ranks that share a table agree on: when one is due, and how all ranks sweep, or none.
+"""Sweeps whose rules need agreement of the ranks that share a table: their schedule, and all-or-nothing sweeps on all ranks.
 
-Rules of a row's own columns and of the step alone need no agreement, and the core sweeps by them without this module.
+Rules that depend only on a row's own columns and on the step need no agreement; the native table sweeps by them without this
+module.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _MAX_SECONDS = 1 << 52
 
 
 def needs_collective_sweep(table: TableShard) -> bool:
-    """Whether a sweep of the table hangs on what other ranks say: its rule is agreed on, and the table is spread over them.
+    """True if a sweep of the table depends on other ranks: its rule is collective, and the table is sharded over them.
 
-    By the settings alone. So all of these ranks say the same, also those that own no bucket of a checkpoint that was loaded.
+    Depends only on settings, so that all of these ranks agree, even ranks that own no bucket of a loaded checkpoint.
     """
     policy = table.settings.lifecycle.eviction
     return policy is not None and policy.is_collective and table.is_sharded
 
 
 def tables_swept_after_steps(tables: Sequence[TableShard], *, by_ranks: bool) -> list[TableShard]:
-    """Those of `tables` that `sweep_after_step` is to be called for, by one rank alone or by the ranks together."""
+    """Returns those of `tables` for which `sweep_after_step` is to be called, by each rank separately or by the ranks together."""
     return [table for table in tables if _every_steps(table) is not None and needs_collective_sweep(table) is by_ranks]
 
 
@@ -48,7 +49,7 @@ def _every_steps(table: TableShard) -> int | None:
 
 
 def sweep_single_rank(table: TableShard) -> None:
-    """Sweep a table now, as of its last step. `StateError` where other ranks have to agree on what leaves."""
+    """Sweeps a table for its last step. Raises `StateError` if other ranks have to agree on the rows to evict."""
     if needs_collective_sweep(table):
         raise StateError(
             f"table {table.name!r} is shared by {table.world_size} ranks, which have to agree on what its eviction takes: call "
@@ -62,7 +63,7 @@ def sweep_single_rank(table: TableShard) -> None:
 
 
 def to_milliseconds(field: str, seconds: object) -> int:
-    """`seconds` as milliseconds, rounded. `InputError` unless it is a number from 0 to 2^52."""
+    """Returns `seconds` as milliseconds, rounded. Raises `InputError` unless it is a number from 0 to 2^52."""
     number = to_float(seconds)
     if number is None or not 0 <= number <= _MAX_SECONDS:
         raise InputError(f"{field}({seconds!r}): give seconds as a number from 0 to 2^52, an int or a float")
@@ -70,7 +71,7 @@ def to_milliseconds(field: str, seconds: object) -> int:
 
 
 def set_time_single_rank(table: TableShard, seconds: float) -> None:
-    """Say what time it is for a table. `StateError` where other ranks share it. A table without `Ttl(seconds=...)` has no time."""
+    """Sets a table's event time for `Ttl(seconds=...)`, if it has one. Raises `StateError` if other ranks share the table."""
     if needs_collective_sweep(table):
         raise StateError(
             f"table {table.name!r} is shared by {table.world_size} ranks, which have one time: call "
@@ -82,7 +83,7 @@ def set_time_single_rank(table: TableShard, seconds: float) -> None:
 
 
 def sweep_after_step(tables: Sequence[TableShard], gather: RankGather) -> None:
-    """A training step was committed: sweep those of `tables` that are swept after it. Collective, where there is one to sweep.
+    """Sweeps those of `tables` whose sweep is due after a committed training step. Collective, if one is due.
 
     The tables are those of `tables_swept_after_steps`, in the same order on every rank, and were trained by one batch. An error on
     one rank is raised on all, and then no table was swept.
@@ -98,9 +99,9 @@ def sweep_after_step(tables: Sequence[TableShard], gather: RankGather) -> None:
 
 
 def sweep_in_backward(tables: Sequence[TableShard], *, until_done: bool) -> None:
-    """Do as `sweep_after_step`, within a backward, for tables that this rank sweeps alone.
+    """Like `sweep_after_step`, within a backward, for tables that this rank sweeps on its own.
 
-    With `until_done` an error is raised when the whole backward is through. The step is made then, and the other modules of the
+    With `until_done` an error is raised at the end of the entire backward: the step is already made, and the other modules of the
     loss, and DDP's reducer, need the rest of the backward.
     """
     try:
@@ -127,8 +128,8 @@ def _sweep(tables: Sequence[TableShard], step: int, gather: RankGather) -> None:
 
 
 def sweep_prepared(tables: Sequence[TableShard], rules: Sequence[_native.SweepRule | None]) -> None:
-    """Sweep tables, each by the rule beside it, or by its own for None. All were prepared for that.
+    """Sweeps prepared tables, each by its entry of `rules`, or by its own rule for None.
 
-    It is one call of the core, so that Ctrl-C finds all of them swept, or none.
+    Runs as one native call, so that Ctrl-C finds all of them swept, or none.
     """
     _native.sweep_tables([table.native for table in tables], list(rules))

@@ -1,4 +1,4 @@
-"""A table in one line, and a copy of it in memory."""
+"""Describes a table in one line, and copies a table in memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["copy_in_memory", "describe_table", "inherited_step"]
 
 
 def _rows_text(table: TableShard) -> str:
-    """How many rows it has, or the state that keeps it from telling. Opens and raises nothing."""
+    """Returns the number of rows, or the state in which it is unknown. Opens and raises nothing."""
     try:
         if table.is_closed or (table.native_or_none is not None and table.native_or_none.is_closed()):
             return "closed"
         if table.unusable is not None:
             return "unusable"
         return str(len(table)) if table.is_open else "not opened yet"
-    except EmbCacheError:  # an update failed half-way, or the process is a fork of its own; its next use says which
+    except EmbCacheError:  # failed during an update, or used in a forked process; the next use raises the reason
         return "unusable"
 
 
 def describe_table(
     table: TableShard, hyperparameters: Mapping[str, Any] | None, chosen_optimizer: OptimizerSpec | None = None
 ) -> str:
-    """Settings, optimizer, rows and budgets in one line.
+    """Returns settings, optimizer, rows and budgets in one line.
 
-    `hyperparameters`: those of the optimizer as they are now. `chosen_optimizer`: the optimizer that a table without one will get.
+    `hyperparameters`: the current ones of the optimizer. `chosen_optimizer`: the optimizer that a table without one will get.
     """
     spec = table.optimizer or chosen_optimizer
     optimizer = "none"
@@ -53,9 +53,9 @@ def _tiers_text(table: TableShard) -> str:
 
 
 def copy_in_memory(table: TableShard, memo: dict[int, Any]) -> TableShard:
-    """A table with the same settings, rows, slots, metadata, counts, step and epoch. `StateError` where it cannot be copied.
+    """Copies a table with its settings, rows, slots, metadata, counts, step and epoch. Raises `StateError` if it cannot be copied.
 
-    Copies with the same `memo` of tables that share a budget share one of their own.
+    Copies with the same `memo` of tables that share a budget share one new budget.
     """
     if table.directory is not None:
         raise StateError(
@@ -86,8 +86,8 @@ def copy_in_memory(table: TableShard, memo: dict[int, Any]) -> TableShard:
 
 
 def inherited_step(table: TableShard) -> int:
-    """The `loaded_step` of a table that goes on with the rows of an open one.
+    """Returns the `loaded_step` of a table that continues with the rows of an open one.
 
-    With it a save takes no second share of rows that were not trained since a save took the first.
+    It prevents a second save from evicting another fraction of rows that were not trained since the first.
     """
     return table.native.step() if table.native.is_unchanged_since_sweep() else table.loaded_step

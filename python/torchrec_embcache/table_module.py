@@ -1,4 +1,4 @@
-"""One table as an `nn.Module`: what `EmbCacheEmbedding` and `EmbCacheEmbeddingBag` share.
+"""One table as an `nn.Module`: the base class of `EmbCacheEmbedding` and `EmbCacheEmbeddingBag`.
 
 Shapes: n rows, D the table's width.
 """
@@ -45,13 +45,13 @@ I64 = NDArray[np.int64]
 
 
 class _KeywordOnlyMixin:
-    """Refuses a call that `torch.nn` would take and this package does not, and says which call to write instead."""
+    """Rejects calls that `torch.nn` supports and this package does not, with the equivalent call in the error."""
 
-    # Editors and type checkers read the arguments from `__init__`, which lists them one by one.
+    # Editors and type checkers read the arguments from `__init__`, which lists them.
     if not TYPE_CHECKING:
 
         def __new__(cls, *positional: object, **settings: object) -> Self:
-            """Raise `ConfigError` for arguments by position and for `num_embeddings`."""
+            """Raises `ConfigError` for positional arguments and for `num_embeddings`."""
             if not positional and "num_embeddings" not in settings:
                 return super().__new__(cls)
             given = [*map(repr, positional), *(f"{name}={value!r}" for name, value in settings.items())]
@@ -64,7 +64,7 @@ class _KeywordOnlyMixin:
 
 
 def check_torch_arguments(*, dtype: torch.dtype | None, max_norm: None, scale_grad_by_freq: bool, sparse: bool) -> None:
-    """`UnsupportedError` for values of `torch.nn`'s arguments that this package does not support."""
+    """Raises `UnsupportedError` for values of `torch.nn`'s arguments that this package does not support."""
     for field, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
         if value:
             raise UnsupportedError(
@@ -77,7 +77,7 @@ def check_torch_arguments(*, dtype: torch.dtype | None, max_norm: None, scale_gr
 class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
     """A module with one table and the lookups in it.
 
-    `weight`, a parameter of shape [0, D], is what `parameters()` shows. Freezing it freezes the table.
+    `weight`, a parameter of shape [0, D], is returned by `parameters()`. Freezing it freezes the table.
     """
 
     def __init__(
@@ -141,16 +141,16 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
 
     @property
     def tables(self) -> Mapping[str, CacheTable]:
-        """The one table, by its name."""
+        """The single table, by its name."""
         return {self.table.name: self.table}
 
     def param_group(self, table: str) -> dict[str, Any]:
-        """The optimizer's one entry of `param_groups`."""
+        """Returns the optimizer's single entry of `param_groups`."""
         del table
         return self.optimizer.param_groups[0]
 
     def _begin_forward(self) -> bool:
-        """Whether this forward trains. Before one that does, flush if it is time, and warn of several ranks."""
+        """Returns True if this forward trains. Then it also runs a due flush, and warns if there are several ranks."""
         if not self._trains:
             return False
         check_one_optimizer(self.table.name, self.weight, other_optimizers=1)
@@ -167,7 +167,7 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         return True
 
     def _clicks(self, clicks: Tensor | None, count: int) -> NDArray[np.uint32] | None:
-        """The clicks of `count` ids [count]. `InputError` where the table's admission counts none, and as `clicks_array`."""
+        """Returns the clicks of `count` ids [count]. Raises `InputError` if admission counts no clicks, and as `clicks_array`."""
         if clicks is None:
             return None
         if not shard_of(self.table).settings.lifecycle.counts_clicks:
@@ -181,11 +181,11 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         return self.training and torch.is_grad_enabled() and self.weight.requires_grad
 
     def __len__(self) -> int:
-        """How many rows there are, in all tiers together."""
+        """Number of rows in all tiers."""
         return len(self.table)
 
     def __bool__(self) -> bool:
-        """True, also without rows: code asks `if module` to learn whether there is a module."""
+        """Returns True, even for a module without rows: code uses `if module` to test for None."""
         return True
 
     def stats(self) -> TableStats:
@@ -193,15 +193,15 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         return self.table.stats()
 
     def miss_ratio_curve(self, policy: CachePolicy | None = None, *, reset: bool = False) -> MissRatioCurve:
-        """The miss ratios that other budgets would have had; see `CacheTable.miss_ratio_curve`."""
+        """Returns the miss ratios of other cache sizes; see `CacheTable.miss_ratio_curve`."""
         return self.table.miss_ratio_curve(policy, reset=reset)
 
     def export(self, chunk_rows: int = 65_536) -> RowExport:
-        """Every row of every tier, in chunks of at most `chunk_rows`; see `CacheTable.export`."""
+        """Returns the rows of all tiers, in chunks of at most `chunk_rows`; see `CacheTable.export`."""
         return self.table.export(chunk_rows)
 
     def read_rows(self, ids: IdsLike) -> FoundRows:
-        """The rows of `ids` [n], in that order; see `CacheTable.read_rows`."""
+        """Returns the rows of `ids` [n], in that order; see `CacheTable.read_rows`."""
         return self.table.read_rows(ids)
 
     def import_rows(
@@ -211,36 +211,36 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         slots: Mapping[str, ValuesLike] | None = None,
         metadata: RowMetadata | None = None,
     ) -> None:
-        """Put rows of `ids` [n] with `weights` [n, D] into the table; see `CacheTable.import_rows`."""
+        """Inserts or overwrites rows of `ids` [n] with `weights` [n, D]; see `CacheTable.import_rows`."""
         self.table.import_rows(ids, weights, slots, metadata)
 
     def remove_rows(self, ids: IdsLike) -> int:
-        """Forget the rows of `ids` [n]; see `CacheTable.remove_rows`."""
+        """Removes the rows of `ids` [n]. Returns the number of rows removed; see `CacheTable.remove_rows`."""
         return self.table.remove_rows(ids)
 
     def evict(self) -> None:
-        """Sweep the table now: the rows that `eviction` takes are missing from here on; see `CacheTable.evict`."""
+        """Runs one eviction pass, which removes the rows that match `eviction`; see `CacheTable.evict`."""
         self.table.evict()
 
     def set_time(self, seconds: float) -> None:
-        """Say what time it is for `Ttl(seconds=...)`, from now on until the next call; see `torchrec_embcache.set_time`."""
+        """Sets the event time used by `Ttl(seconds=...)` until the next call; see `torchrec_embcache.set_time`."""
         self.table.set_time(seconds)
 
     def drain_evicted(self) -> Iterator[EvictedRows]:
-        """The evicted rows that were not drained yet, where `on_evict` is "keep"; see `CacheTable.drain_evicted`."""
+        """Yields the evicted rows that were not drained yet. Requires `on_evict="keep"`; see `CacheTable.drain_evicted`."""
         return self.table.drain_evicted()
 
     def flush(self) -> None:
-        """Write every dirty row to the SSD tier and publish one state; see `CacheTable.flush`."""
+        """Writes every dirty row to the SSD tier and commits a state; see `CacheTable.flush`."""
         self.table.flush()
 
     def close(self) -> None:
-        """Forget the batches that were prefetched, then flush and close the table; see `CacheTable.close`."""
+        """Drops prefetched batches, then flushes and closes the table; see `CacheTable.close`."""
         self._group.drop_prefetched()
         self.table.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A module of its own with the same rows, optimizer slots, step and numbers. `StateError` where there is an SSD tier."""
+        """Returns an independent module with equal rows, slots, step and hyperparameters. Raises `StateError` with an SSD tier."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():
@@ -250,17 +250,17 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         return made
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows: settings, rows, budgets and the optimizer's learning rate."""
+        """Returns the text of `print(module)`: settings, rows, budgets and the optimizer's learning rate."""
         return self.table.describe(self.hyperparameters(self.table.name))
 
 
 def single_feature_splits(ids: I64) -> I64:
-    """Where the ids of the one feature begin and end: int64 [2]."""
+    """Returns the bounds of the ids of a single feature: int64 [2]."""
     return np.array([0, len(ids)], np.int64)
 
 
 def width_of(kind: type[TableModule], weights: ValuesLike | None) -> int:
-    """D of the rows `weights` [n, D] that `from_pretrained` of `kind` is given. `InputError` where they are no such rows."""
+    """Returns D of the rows `weights` [n, D] passed to `from_pretrained` of `kind`. Raises `InputError` for other shapes."""
     if weights is None:
         raise InputError(
             f"from_pretrained has no weights: rows have ids here, so write {kind.__name__}.from_pretrained(ids, weights, ...); "
@@ -276,14 +276,14 @@ def width_of(kind: type[TableModule], weights: ValuesLike | None) -> int:
 
 
 def optimizer_of(optimizer: OptimizerSpec | None, *, freeze: bool) -> OptimizerSpec:
-    """The optimizer of a module that `from_pretrained` makes. `ConfigError` where the module is to train and none is given."""
+    """Returns the optimizer of a module made by `from_pretrained`. Raises `ConfigError` if the module is to train without one."""
     if optimizer is None and not freeze:
         raise ConfigError("freeze=False without an optimizer: give one of torchrec_embcache.optimizers")
     return optimizer if optimizer is not None else SGD()
 
 
 def import_pretrained(module: TableModule, ids: IdsLike, weights: ValuesLike, *, freeze: bool) -> None:
-    """Give a module that was just made its rows. The module is closed, and not flushed, where that fails."""
+    """Imports the rows of a new module. On an error the module is closed without a flush."""
     try:
         module.import_rows(ids, weights)
     except BaseException:
@@ -293,5 +293,5 @@ def import_pretrained(module: TableModule, ids: IdsLike, weights: ValuesLike, *,
 
 
 def _group_of(table: CacheTable, optimizer: FusedOptimizer) -> LookupGroup:
-    """The lookup of a module's one table. It holds no reference to the module: without a cycle, deleting frees at once."""
+    """Creates the lookup of a module's table. It has no reference to the module, to avoid a reference cycle."""
     return LookupGroup([shard_of(table)], [0], lambda: optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""The tables of models and checkpoints, by the names that users give them."""
+"""The tables of models and checkpoints, by user-visible names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TablePath = tuple[str, str]
 
 
 def display_name(pair: TablePath) -> str:
-    """What users call a table: `<module path>/<table>`, or the table alone where the model itself is the module."""
+    """Returns a table's user-visible name: `<module path>/<table>`, or only the table's name if the model itself is the module."""
     return f"{pair[0]}/{pair[1]}" if pair[0] else pair[1]
 
 
 def find_by_name(name: object, pairs: Collection[TablePath], field: str, where: str) -> TablePath:
-    """The table of `pairs` that a user names. `InputError` where there is none, or more than one."""
+    """Returns the table of `pairs` with a user-visible name. Raises `InputError` if there is none, or more than one."""
     found = [pair for pair in pairs if display_name(pair) == name] or [pair for pair in pairs if pair[1] == name]
     if len(found) == 1:
         return found[0]
@@ -30,9 +30,9 @@ def find_by_name(name: object, pairs: Collection[TablePath], field: str, where: 
 def load_sources(
     model: set[TablePath], saved: set[TablePath], tables: Collection[str] | None, rename: Mapping[str, str] | None
 ) -> dict[TablePath, TablePath]:
-    """The table of the checkpoint that each table of the model is loaded from, where there is one.
+    """Maps each table of the model to the table of the checkpoint that it is loaded from, if any.
 
-    `InputError` for malformed `tables` and `rename`, and for names that are not there.
+    Raises `InputError` for malformed `tables` and `rename`, and for unknown names.
     """
     if isinstance(tables, str):
         raise InputError(f"tables={tables!r} is text: give a collection of names")
@@ -59,7 +59,7 @@ def check_names(
     saved: set[TablePath],
     root: str,
 ) -> None:
-    """`MismatchError` where the checkpoint lacks a table that is wanted, or has a table that the model lacks."""
+    """Raises `MismatchError` if the checkpoint lacks a requested table, or has a table that the model lacks."""
 
     def listed(pairs: set[TablePath]) -> str:
         return ", ".join(f"{table!r} of module {module!r}" for module, table in sorted(pairs))
@@ -79,7 +79,7 @@ def check_names(
 
 
 def check_rows(counts: Mapping[TablePath, tuple[int, int]], name: str, root: str) -> None:
-    """`CorruptionError` unless all ranks together loaded as many rows as there should be: `counts` has loaded and expected ones."""
+    """Raises `CorruptionError` unless all ranks together loaded the expected number of rows. `counts`: loaded and expected rows."""
     for pair, (loaded, expected) in counts.items():
         if loaded != expected:
             raise CorruptionError(

@@ -1,4 +1,4 @@
-"""What a table is made with, checked before anything is made."""
+"""Validated settings of a table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SharedBudget = _native.SharedBudget
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleShare:
-    """The part of a table in the `host_bytes` of its module: `own_bytes`, and what it takes of the budget that it shares."""
+    """A table's portion of its module's `host_bytes`: `own_bytes`, and the shared budget."""
 
     own_bytes: int
     budget: SharedBudget
@@ -52,9 +52,9 @@ class ModuleShare:
 class TableSettings:
     """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns.
 
-    `is_sharded`: whether other ranks have the rest of the buckets. It says so also where a checkpoint that is loaded has fewer
-    buckets than there are ranks, so that some own none, or one owns all. A table with a
-    `share` may use that much RAM; `tiers` has its part of the module's budgets by expected rows.
+    `is_sharded`: true if the table is sharded over ranks, even if a loaded checkpoint has fewer buckets than there are ranks, so
+    that some own none, or one owns all. A table with a `share` may use that much RAM; `tiers` then has its portion of the module's
+    budgets by expected rows.
     """
 
     name: str
@@ -97,7 +97,7 @@ class TableSettings:
         device: torch.device | str,
         key: int | None,
     ) -> Self:
-        """The settings as `CacheTable` takes them. `ConfigError` for a value that is out of range or of another type."""
+        """Validates the settings of `CacheTable`. Raises `ConfigError` for a value that is out of range or of another type."""
         name = check_name("name", name)
         module = check_name("module", module if module is not None else name)
         dim = check_int("embedding_dim", dim, 1, 65_536)
@@ -140,17 +140,17 @@ class TableSettings:
 
     @property
     def is_admission_at_placement(self) -> bool:
-        """Whether a rule decides, when a batch gets its slots, which ids have rows. Then the results hang on the moment of that."""
+        """True if the rows of a batch are decided when it gets its slots, so that results depend on when batches are placed."""
         return self.lifecycle.admission is not None or self.lifecycle.eviction is not None or self.on_full == "evict"
 
     def host_budget(self) -> dict[str, Any]:
-        """The budget in RAM, as the core takes it."""
+        """Returns the RAM budget in native form."""
         if self.share is None:
             return {"host_bytes": self.tiers.host}
         return {"host_bytes": self.share.own_bytes, "shared_budget": self.share.budget}
 
     def with_device_index(self) -> Self:
-        """The settings with the number of the device, where `device` is "cuda" alone. `ConfigError` where it cannot be used."""
+        """Returns the settings with a device index, if `device` is only "cuda". Raises `ConfigError` if the device is unusable."""
         try:
             return replace(self, device=torch.empty(0, dtype=torch.float32, device=self.device).device)
         except (RuntimeError, AssertionError) as cause:
@@ -158,12 +158,12 @@ class TableSettings:
 
 
 def row_bytes(dim: int, kind: OptimizerKind, policy: CachePolicy) -> _native.RowBytes:
-    """How many bytes a row takes of each budget: `host`, `device`, `ssd`, and `index`, of `host_bytes` for a row on SSD."""
+    """Returns the bytes per row of each budget: `host`, `device`, `ssd`, and `index`, the bytes of RAM for a row on SSD."""
     return _native.row_bytes(dim, kind, policy)
 
 
 def device_rows(settings: TableSettings, spec: OptimizerSpec) -> int | None:
-    """How many rows fit the device tier; None where there is none. `ConfigError` for a budget that has no room for one row."""
+    """Returns the number of rows in the device tier; None without one. Raises `ConfigError` if a budget is too small for a row."""
     tiers = settings.tiers
     bytes_of_row = row_bytes(settings.dim, spec.kind, settings.policy)
     for field, budget, row in (
@@ -183,9 +183,9 @@ def device_rows(settings: TableSettings, spec: OptimizerSpec) -> int | None:
 
 
 def check_device_memory(settings: TableSettings, spec: OptimizerSpec, rows: int) -> None:
-    """`ConfigError` where the `rows` of a device tier are more than all memory of the device.
+    """Raises `ConfigError` if `rows` rows of a device tier exceed the total memory of the device.
 
-    The system may promise such memory all the same, and end the process when it is used.
+    The OS may overcommit such memory, and kill the process when it is used.
     """
     device = settings.device
     if device.type == "cuda":
@@ -203,7 +203,7 @@ def check_device_memory(settings: TableSettings, spec: OptimizerSpec, rows: int)
 
 
 def check_optimizer(optimizer: object) -> OptimizerSpec | None:
-    """`optimizer` if it is one, or None. `ConfigError` for anything else."""
+    """Returns `optimizer` if it is one, or None. Raises `ConfigError` for any other value."""
     if isinstance(optimizer, OptimizerSpec | None):
         return optimizer
     given = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -1,4 +1,4 @@
-"""One shard of a table, as the modules of this package work with it. Users have it as `CacheTable`.
+"""One shard of a table: the internal interface that this package's modules use. Its public interface is `CacheTable`.
 
 Shapes: n rows, D the table's width, V = D * (1 + vector slots) floats of a row's vector part, weights first.
 """
@@ -34,14 +34,14 @@ from .telling import EvictionNotifier
 from .under_way import check_not_own_save
 
 __all__ = ["TableShard"]
-_log = logging.getLogger(f"{__package__}.cache")  # the module that users know
+_log = logging.getLogger(f"{__package__}.cache")  # the public module
 
 
 class TableShard:
-    """One shard of a table: its settings, its tiers and its rows. It is opened at its first use, or by `open`."""
+    """One shard of a table: its settings, its tiers and its rows. It is opened on first use, or by `open`."""
 
     def __init__(self, settings: TableSettings, optimizer: OptimizerSpec | None) -> None:
-        """Check what `TableSettings` does not. Raises `ConfigError`, `PathError` or `StoragePermissionError`; writes nothing."""
+        """Checks settings beyond `TableSettings`. Raises `ConfigError`, `PathError` or `StoragePermissionError`; writes nothing."""
         self._closed = self._is_discarding = self._has_superseded_files = False
         self._tier: DeviceTier | None = None
         self._native: _native.Table | None = None
@@ -54,19 +54,19 @@ class TableShard:
         self.rank, self.world_size, self.seed = settings.rank, settings.world_size, settings.seed
         self.policy, self.on_full, self.is_sharded = settings.policy, settings.on_full, settings.is_sharded
         self.evict_notifier = EvictionNotifier(self.name, self.dim, settings.on_evict)
-        # A load may replace these three, by those of the checkpoint. A resume refuses files of others.
+        # A load may replace these three with those of the checkpoint. A resume rejects files with others.
         self.key = settings.key
         self.total_num_buckets = settings.total_num_buckets
         self.buckets = settings.buckets
-        # What tells these contents from those before a load replaced them, and the step that a load found.
+        # Identifies these contents, as opposed to those before a load; and the step that a load found.
         self.contents_id = secrets.token_hex(8)
         self.past_contents_ids: set[str] = set()
         self.loaded_step = 0
-        # The version of the rows that a resume finds. None: it finds other rows, or none.
+        # The row version that a resume finds. None: it finds other rows, or none.
         self._flushed: int | None = None
         self._opened_by_pid, self._opened_among_ranks = 0, False
-        self._lifecycle_source: _native.Table | None = None  # closed; the one that is opened next takes over its counts
-        # Held from the choice of a flush's token until its state is published.
+        self._lifecycle_source: _native.Table | None = None  # closed; the next table that is opened adopts its counts
+        # Held from the choice of a flush's commit id until its state is committed.
         self.flush_lock = threading.RLock()
         self._unusable: str | None = None
         if self.directory is not None:
@@ -76,13 +76,13 @@ class TableShard:
 
     @property
     def optimizer(self) -> OptimizerSpec | None:
-        """The optimizer whose slots the rows carry; None until one is set. It is fixed once the table has rows."""
+        """The optimizer whose slots the rows have; None until one is set. It is fixed once the table has rows."""
         return self._optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: OptimizerSpec | None) -> None:
         spec = check_optimizer(optimizer)
-        # First, because it raises where the budgets are too small.
+        # First, because it raises if the budgets are too small.
         rows = device_rows(self.settings, spec or SGD())
         if self._native is not None and spec is not None and spec.kind != self.spec.kind:
             if len(self._native):
@@ -98,7 +98,7 @@ class TableShard:
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The optimizer, or one without slots where none is set."""
+        """The optimizer, or one without slots if none is set."""
         return self._optimizer if self._optimizer is not None else SGD()
 
     @property
@@ -109,13 +109,13 @@ class TableShard:
         return _native.table_dir(str(self.tiers.ssd_dir), self.module, self.name, self.rank, self.world_size)
 
     def buckets_of(self, total_num_buckets: int) -> tuple[int, int]:
-        """The buckets [begin, end) that this shard owns where there are `total_num_buckets`: all, if other ranks have none."""
+        """Returns the buckets [begin, end) of this shard out of `total_num_buckets`: all, if the table is not sharded."""
         if not self.is_sharded:
             return 0, total_num_buckets
         return bucket_range(self.rank, self.world_size, total_num_buckets)
 
     def owns(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `ids` [n] fall into the buckets of this shard: bool [n]."""
+        """Returns a mask of those of `ids` [n] that are in the buckets of this shard: bool [n]."""
         begin, end = self.buckets
         buckets = buckets_of(ids, self.total_num_buckets)
         return (buckets >= begin) & (buckets < end)
@@ -124,7 +124,7 @@ class TableShard:
 
     @property
     def native(self) -> _native.Table:
-        """The core's table, which is opened if it is not."""
+        """The native table, which is opened if it is not open."""
         if self._native is None:
             self.open()
         assert self._native is not None, "open() sets it or raises"
@@ -132,33 +132,33 @@ class TableShard:
 
     @property
     def native_or_none(self) -> _native.Table | None:
-        """The core's table, if it is open."""
+        """The native table, if it is open."""
         return self._native
 
     @property
     def tier(self) -> DeviceTier | None:
-        """The device tier's tensors; None where kernels run on the host tier's rows in place. Opens the table."""
+        """The device tier's tensors; None if kernels run directly on the host tier's rows. Opens the table."""
         self.open()
         return self._tier
 
     @property
     def is_open(self) -> bool:
-        """Whether the tiers were opened. It stays True after `close`."""
+        """True if the tiers were opened. It stays True after `close`."""
         return self._native is not None
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, after which it cannot be used again."""
+        """True if the table was closed and cannot be used again."""
         return self._closed
 
     def open(self, commit_id: int | None = None, segments: _native.LinkedSegments | None = None) -> None:
-        """Open the tiers; harmless twice. `segments` become the contents, in place of whatever is in the directory.
+        """Opens the tiers. Idempotent. `segments` become the contents, replacing those of the directory.
 
-        `commit_id` names the state to resume; by default it is the newest complete one.
+        `commit_id` is the state to resume; by default the latest complete one.
         """
         if self._closed:
             raise StateError(f"table {self.name!r} is closed: make a new module to use it again")
-        # An adoption that was interrupted may have closed the core's table: then it is opened again.
+        # An interrupted adoption may have closed the native table: then it is opened again.
         if self._native is not None and not (self._is_discarding and self._native.is_closed()):
             return
         directory = self.directory
@@ -185,8 +185,8 @@ class TableShard:
         except BaseException as error:
             if isinstance(error, InUseError) and any(directory == other.directory for other in lifetime.open_tables()):
                 error.message += ". torchrec_embcache.close_all() closes every table of this process"
-            # Whatever failed, such as a warning that the user makes an error: the table can be opened again. The core's is
-            # closed, because an error that somebody keeps would hold it, and with it the directory.
+            # After any failure, such as a warning that the user turned into an error, the table can be opened again. The native
+            # table is closed, because a stored error would keep it and its directory open.
             self._tier = self._native = None
             if native is not None:
                 native.close()
@@ -236,43 +236,43 @@ class TableShard:
             **self.settings.lifecycle.native(),
         )
 
-    # ---- what a load does
+    # ---- used by loads
 
     def set_unusable(self, reason: str | None) -> None:
-        """Refuse every use, with a `StateError` that gives the reason, until this is called with None."""
+        """Poisons the table: every use raises a `StateError` with the reason, until this is called with None."""
         self._unusable = reason
         if self._native is not None and not self._native.is_closed():
             self._native.set_unusable(reason)
 
     @property
     def unusable(self) -> str | None:
-        """Why every use is refused; None where it is not."""
-        # What the core says is used: an interrupt may have come before it was told that a load has succeeded.
+        """The reason why the table is poisoned; None if it is not."""
+        # The native table's state has priority: an interrupt may have come before it was cleared after a successful load.
         if self._native is not None and not self._native.is_closed():
             return self._native.unusable()
         return self._unusable
 
     def check_usable(self) -> None:
-        """`StateError` where every use is refused."""
+        """Raises `StateError` if the table is poisoned."""
         reason = self.unusable
         if reason is not None:
             raise StateError(f"table {self.name!r} cannot be used: {reason}")
 
     def adopt(self, total_num_buckets: int, key: int, segments: _native.LinkedSegments | None = None) -> bool:
-        """Take over the number of buckets and the key of a checkpoint that is about to be loaded.
+        """Adopts the number of buckets and the key of a checkpoint that is about to be loaded.
 
-        Where one of them differs, the table is made anew, without its rows. With `segments` it is made anew with the rows, step and
-        epoch of a linked checkpoint. Returns whether the buckets changed.
+        If one of them differs, the table is rebuilt without its rows. With `segments` it is rebuilt with the rows, step and epoch
+        of a linked checkpoint. Returns True if the buckets changed.
         """
         self.past_contents_ids.add(self.contents_id)
         self.contents_id = secrets.token_hex(8)
         changed = total_num_buckets != self.total_num_buckets
         if changed or key != self.native.key or segments is not None:
             check_not_own_save(self, "load")
-            self._is_discarding = True  # the rows of the table before
+            self._is_discarding = True  # the rows of the previous table
             buckets, before = self.buckets_of(total_num_buckets), self.native
             before.close()
-            # In one statement: wherever an interrupt comes, `open` makes an empty table of the old settings or of the new ones.
+            # In one statement: after an interrupt, `open` creates an empty table with either the old or the new settings.
             settings = buckets, total_num_buckets, key, None, None
             self.buckets, self.total_num_buckets, self.key, self._native, self._tier = settings
             self.open(segments=segments)
@@ -288,15 +288,15 @@ class TableShard:
         return len(self.native)
 
     def step(self) -> int:
-        """Training steps so far."""
+        """Returns the number of training steps."""
         return self.native.step()
 
     def stats(self) -> TableStats:
-        """The counters of the table and of its tiers."""
+        """Returns the counters of the table and of its tiers."""
         return TableStats.from_native(self.native.stats(), self._tier.kernels if self._tier is not None else "core")
 
     def export(self, chunk_rows: int = 65_536) -> RowExport:
-        """Every row of every tier; see `CacheTable.export`."""
+        """Returns the rows of all tiers; see `CacheTable.export`."""
         stream = self.native.export(check_int("chunk_rows", chunk_rows, 1, 1 << 30))
         return RowExport((RowChunk(*self._split_rows(block.ids, block)) for block in stream), self._empty_chunk)
 
@@ -305,7 +305,7 @@ class TableShard:
         return RowChunk(found.ids, found.weights, found.slots, found.metadata)
 
     def read_rows(self, ids: IdsLike) -> FoundRows:
-        """The rows of `ids`; see `CacheTable.read_rows`."""
+        """Returns the rows of `ids`; see `CacheTable.read_rows`."""
         array = row_ids(ids, self.device)
         rows = self.native.read_rows(array)
         return FoundRows(*self._split_rows(array.copy(), rows), found=torch.from_numpy(rows.found))
@@ -319,7 +319,7 @@ class TableShard:
         *,
         collective: bool = False,
     ) -> None:
-        """Put rows into the table; see `CacheTable.import_rows`."""
+        """Inserts or overwrites rows; see `CacheTable.import_rows`."""
         if collective:
             import_on_all_ranks(self.name, self, ids, weights, slots, metadata)
             return
@@ -331,11 +331,11 @@ class TableShard:
         self.native.import_rows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
 
     def remove_rows(self, ids: IdsLike) -> int:
-        """Forget the rows of `ids`; see `CacheTable.remove_rows`."""
+        """Removes the rows of `ids`; see `CacheTable.remove_rows`."""
         return self.native.remove_rows(row_ids(ids, self.device))
 
     def sweep(self) -> None:
-        """Let the rows go that the eviction takes after the present step, where no ranks agree on what that is (see `sweeping`)."""
+        """Evicts the rows that match at the current step, for rules that need no agreement of ranks (see `sweeping`)."""
         self.native.sweep()
 
     def _split_rows(
@@ -344,38 +344,38 @@ class TableShard:
         parts = row_parts(self.spec, self.dim, rows.vectors, rows.scalars)
         return torch.from_numpy(ids), *parts, RowMetadata.from_native(rows.metadata)
 
-    # ---- flushes, and the end
+    # ---- flushing and closing
 
     def commit_ids(self) -> list[int]:
-        """Tokens of the states that a resume can take, oldest first."""
+        """Returns the commit ids of the states that can be resumed, oldest first."""
         directory = self.directory
         return _native.Table.commit_ids(directory, *self.tiers.ssd_root) if directory is not None else []
 
     def known_commit_ids(self) -> list[int]:
-        """Tokens of the states in the directory, and that of the last one published or resumed, whose state may be gone."""
+        """Returns the commit ids of the states in the directory, and the last one committed or resumed, whose state may be gone."""
         last = self.native.last_commit_id()
         return self.commit_ids() if last is None else [*self.commit_ids(), last]
 
     @property
     def ssd_bytes_held(self) -> int:
-        """Bytes of the files of the SSD tier."""
+        """Size of the SSD tier's files in bytes."""
         return ssd.tier.bytes if (ssd := self.native.stats().ssd) is not None else 0
 
     @property
     def is_multi_rank(self) -> bool:
-        """Whether it was opened in a process that is one of several ranks."""
+        """True if it was opened in a process that is one of several ranks."""
         return self._opened_among_ranks
 
     @property
     def has_unflushed_rows(self) -> bool:
-        """Whether it is open in this process with an SSD tier, and its rows changed since the last state that a resume finds."""
+        """True if it is open in this process with an SSD tier, and has rows changed since the last state that can be resumed."""
         native = self._native
         if native is None or self._closed or self._opened_by_pid != os.getpid() or native.is_closed():
             return False
         return bool(self.tiers.ssd) and self.unusable is None and native.version() != self._flushed
 
     def flush(self) -> None:
-        """Write every dirty row to the SSD tier and publish one state; see `CacheTable.flush`."""
+        """Writes every dirty row to the SSD tier and commits a state; see `CacheTable.flush`."""
         self.check_usable()
         if self.directory is not None:
             began = time.monotonic()
@@ -385,36 +385,36 @@ class TableShard:
             _log.info("flushed %d rows of table %r in %.1f s", len(self), self.name, time.monotonic() - began)
 
     def flush_with_commit_id(self, commit_id: int | None) -> int:
-        """Flush as the state named `commit_id` (see `publish`); None is the next token of this table alone.
+        """Flushes the table as the state `commit_id` (see `publish`); None selects the next commit id of this table.
 
-        States that a flush of several tables left incomplete are forgotten. Returns the version of its rows, for `mark_flushed`.
+        Discards states of incomplete flushes of several tables. Returns the version of its rows, for `mark_flushed`.
         """
         for other in self.commit_ids():
             try:
                 complete = publish.is_committed(self.tiers.ssd_root, other)
-            except StateError:  # it is older than the state that was resumed, so that nobody needs it
+            except StateError:  # older than the resumed state, and not needed
                 complete = False
             if not complete:
                 self.native.forget_commit(other)
-        # Read before the flush: rows that are trained meanwhile may be in the state or not.
+        # Read before the flush: the state may or may not contain rows that are trained during the flush.
         version = self.native.version()
         self.native.flush(commit_id)
         return version
 
     def mark_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
-        """Note that a resume finds the rows of this version from now on; `by_all_ranks`: the rows of every rank."""
+        """Records that a resume finds the rows of this version; `by_all_ranks`: the rows of every rank."""
         self._flushed = version
         if self._has_superseded_files:
             self._has_superseded_files = disk.remove_superseded(self, by_all_ranks=by_all_ranks)
 
     def close(self) -> None:
-        """Flush and close; see `CacheTable.close`."""
+        """Flushes and closes the table; see `CacheTable.close`."""
         native = self._native
         self.evict_notifier.check_not_own_thread("close")
         if not self._closed and native is not None and not native.is_closed():
             check_not_own_save(self, "close")
             try:
-                # What a failed load left is no state to resume.
+                # The state after a failed load is not a state to resume.
                 if self.unusable is None:
                     self.flush()
                 with self.evict_notifier.closing(native):
@@ -428,16 +428,16 @@ class TableShard:
         self.evict_notifier.finish()
 
     def close_unflushed(self) -> None:
-        """Close it, with a part of the rows that it was to take over, and do not flush: a resume finds the last flush."""
+        """Closes a partially loaded table without a flush: a resume finds the last flush."""
         self.set_unflushable()
         self.close()
 
     def set_unflushable(self) -> None:
-        """Refuse every use, flushes too, because only a part of the rows that it was to take over is in it."""
+        """Poisons a partially loaded table, so that it is not flushed either."""
         self.set_unusable("only a part of the rows that it was to take over is in it")
 
     def __del__(self) -> None:
-        # The constructor may have raised before there was anything to look after.
+        # The constructor may have raised before there was anything to flush.
         if hasattr(self, "evict_notifier"):
             lifetime.flush_dropped_table(self)
             self.evict_notifier.on_table_dropped(self._native)

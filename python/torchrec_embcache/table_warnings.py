@@ -1,4 +1,4 @@
-"""Warnings of a table whose budgets do not fit what it does. They name the setting and the size to give it."""
+"""Warnings about budgets that are too small. They name the setting and the required size."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ __all__ = ["TableWarnings"]
 
 
 class TableWarnings:
-    """The warnings of the tables of one lookup. That of a budget is given again when it lacks twice as much, the other once."""
+    """The warnings of one lookup's tables. A budget warning is repeated when the excess has doubled; the other is issued once."""
 
     def __init__(self, tables: Sequence[TableShard]) -> None:
         self._tables = tables
@@ -19,9 +19,9 @@ class TableWarnings:
         self._flushes: set[str] = set()
 
     def warn_after_placement(self, plan: _native.Plan) -> None:
-        """Warn of what shows once the rows of a batch are in their slots."""
+        """Warns of overflow and lost flushes, which are known once the rows of a batch are in their slots."""
         for index, rows in enumerate(plan.overflow_rows()):
-            # After a failed write no row can go down to the SSD tier, and no budget would help.
+            # After a failed write no row can be demoted to the SSD tier, and a larger budget would not help.
             if rows > self._rows[index] and not self._tables[index].native.is_read_only():
                 self._rows[index] = 2 * rows
                 _warn_of_overflow(self._tables[index], rows)
@@ -32,7 +32,7 @@ class TableWarnings:
 
 
 def _warn_of_overflow(table: TableShard, rows: int) -> None:
-    """Say that so many rows of a batch did not fit the tier that kernels run on."""
+    """Warns that `rows` rows of a batch did not fit into the tier that kernels run on."""
     row_bytes = _native.row_bytes(table.dim, table.spec.kind, table.policy)
     if table.tier is None:
         field, size = "host_bytes", table.tiers.host + rows * row_bytes.host
@@ -51,7 +51,7 @@ def _warn_of_overflow(table: TableShard, rows: int) -> None:
 
 
 def _warn_of_lost_flush(table: TableShard) -> None:
-    """Say that the last flush of the table was given up for room."""
+    """Warns that the last flush of the table was discarded to free space."""
     warnings.warn(
         f"table {table.name!r}: TierBudgets.ssd_bytes={table.tiers.ssd} has no room for both the rows and the last "
         "flush: that flush cannot be resumed any more; flush more often, raise ssd_bytes, or keep checkpoints by Saver",

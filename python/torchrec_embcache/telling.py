@@ -1,8 +1,8 @@
-"""Who is told of the rows that are evicted from a table: a hook of the user's, on a thread of its own, or whoever drains them.
+"""Delivers evicted rows: to the `on_evict` hook on its own thread, or to a queue for `drain_evicted()`.
 
-The core keeps a copy of each such row in a queue. The thread takes chunks from there, and holds no lock while the hook runs, so
-that the hook may use the table. It keeps no reference to the table or to the hook while it waits. So a table whose last reference
-goes is freed, once all that waits was told.
+The native table stores a copy of each evicted row in a queue. The thread takes chunks from the queue, and holds no lock while the
+hook runs, so that the hook may use the table. While it waits it has no reference to the table or to the hook. A table without
+references is therefore freed, once all queued rows are delivered.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = ["EvictionNotifier", "OnEvict", "check_on_evict"]
 
 _log = logging.getLogger(__name__)
 
-#: What is done with evicted rows: a callable is called with each chunk of them; "keep" keeps them for `drain_evicted`.
+#: Receiver of evicted rows: a callable is called with each chunk of rows; "keep" queues them for `drain_evicted`.
 OnEvict = Callable[[EvictedRows], object] | Literal["keep"]
 
 
 def check_on_evict(owner: str, on_evict: object) -> OnEvict | None:
-    """`on_evict` if it is one, or None. `ConfigError`, which begins with `owner`, for anything else."""
+    """Validates `on_evict`, which may be None. Raises `ConfigError`, whose message starts with `owner`."""
     if on_evict is None:
         return None
     if isinstance(on_evict, str) and on_evict == "keep":
@@ -54,7 +54,7 @@ def check_on_evict(owner: str, on_evict: object) -> OnEvict | None:
 
 @dataclass(frozen=True)
 class _EvictedSource:
-    """The queue of one of the core's tables, and what its rows are."""
+    """The queue of a native table, and the format of its rows."""
 
     queue: _native.EvictedQueue
     table: str
@@ -70,46 +70,46 @@ class _EvictedSource:
 
 
 class _NotifierRef:
-    """How the threads of a `EvictionNotifier` find it: weakly while the table is there, and by themselves once it is gone."""
+    """The reference of notifier threads to their `EvictionNotifier`: weak while the table exists, strong after it was dropped."""
 
     def __init__(self, notifier: EvictionNotifier) -> None:
-        # Those that have rows to tell, or wait for some. One at a time does so, and the others wait for it.
+        # Threads with rows to deliver, or that wait for rows. One at a time does so, and the others wait for it.
         self.threads: set[threading.Thread] = set()
         self._notifier = weakref.ref(notifier)
         self._kept_alive: EvictionNotifier | None = None
         self._table_dropped = threading.Event()
 
     def on_table_dropped(self, notifier: EvictionNotifier) -> None:
-        """Keep the teller until its rows are told."""
+        """Keeps the notifier alive until its rows are delivered."""
         self._kept_alive = notifier
         self._table_dropped.set()
-        if not self.threads:  # the last one may have gone meanwhile
+        if not self.threads:  # the last thread may have finished concurrently
             self._kept_alive = None
 
     def notifier(self) -> EvictionNotifier | None:
-        """The teller."""
+        """Returns the notifier."""
         teller = self._notifier()
         if teller is None:
-            # The garbage collector forgets weak references a moment before it calls `on_table_dropped`.
+            # The garbage collector clears weak references shortly before it calls `on_table_dropped`.
             self._table_dropped.wait()
             teller = self._kept_alive
         return teller
 
     def release(self, thread: threading.Thread) -> None:
-        """Nothing is left that this thread would tell."""
+        """Unregisters a thread that has delivered all its rows."""
         self.threads.discard(thread)
         if not self.threads:
             self._kept_alive = None
 
 
 class EvictionNotifier:
-    """What becomes of the evicted rows of one shard of a table. Without `on_evict` nothing does, and nothing is kept."""
+    """Delivers the evicted rows of one shard of a table. Without `on_evict` no rows are queued."""
 
     def __init__(self, table: str, dim: int, on_evict: OnEvict | None) -> None:
         self._table, self._dim = table, dim
         self._is_queueing = on_evict is not None
         self._callback: Callable[[EvictedRows], object] | None = None if isinstance(on_evict, str) else on_evict
-        # A load may replace the core's table: the queues of those before come first.
+        # A load may replace the native table: the queues of previous tables come first.
         self._sources: deque[_EvictedSource] = deque()
         self._errors: deque[EvictionHookError] = deque()
         self._thread: threading.Thread | None = None
@@ -117,12 +117,12 @@ class EvictionNotifier:
         self._pid = os.getpid()
 
     def attach(self, native: _native.Table, spec: OptimizerSpec) -> None:
-        """Tell of the rows that are evicted from this table of the core's from now on."""
+        """Starts delivering the rows that are evicted from a native table."""
         if not self._is_queueing:
             return
         self._pid = os.getpid()
         if self._callback is not None:
-            # Loads that make the core's table anew leave queues behind. Those that are told are of no use.
+            # Remove the fully delivered queues of native tables that loads have replaced.
             left = [source for source in self._sources if len(source.queue) or not source.queue.is_ended()]
             self._sources = deque(left)
         source = _EvictedSource(native.start_evicted_queue(), self._table, self._dim, spec)
@@ -133,7 +133,7 @@ class EvictionNotifier:
         self._sources.append(source)
 
     def _start_thread(self, source: _EvictedSource, native: _native.Table) -> None:
-        """Begin to tell of the rows of `source`, once those before are told."""
+        """Starts delivering the rows of `source`, after those of the previous source."""
         thread = threading.Thread(
             target=_run_notifier,
             args=(source, self._ref, self._thread),
@@ -152,14 +152,14 @@ class EvictionNotifier:
         _register(self, native, thread)
 
     def notify(self, source: _EvictedSource, block: _native.EvictedBlock) -> None:
-        """Call the hook with a chunk. Where it raises, sweeps and the hook wait until that is raised where the table is trained."""
+        """Calls the hook with a chunk. If it raises, sweeps and the hook pause until the error is raised in a training forward."""
         assert self._callback is not None, "there is no thread without a hook"
         rows = source.rows(block)
         try:
             self._callback(rows)
         except BaseException as cause:  # also SystemExit, which would end the thread
             if isinstance(cause, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise  # it ends a wait for the rest of the rows
+                raise  # it interrupts a wait for the remaining rows
             error = EvictionHookError(
                 f"on_evict of table {self._table!r} raised {type(cause).__name__}: {cause} (it was given {len(rows)} rows of step "
                 f"{rows.step} that left for {rows.reason!r}, and is not given these again)"
@@ -168,18 +168,18 @@ class EvictionNotifier:
             source.queue.pause()
             self._errors.append(error)
             said = str(error)
-            del error  # the traceback of its cause has this frame, and the frame would have it
+            del error  # breaks the cycle of this frame and the traceback of its cause
             if not source.queue.is_ended():
-                # The text alone, because the log may keep what it is given.
+                # Only the text, because the log may keep a reference to its arguments.
                 _log.warning("%s; it is raised by the next training forward, and sweeps wait until then", said)
 
     @property
     def has_callback(self) -> bool:
-        """Whether a callable is told."""
+        """True if `on_evict` is a callable."""
         return self._callback is not None
 
     def raise_error(self) -> None:
-        """Raise what the hook raised, once. Sweeps and the hook go on from here."""
+        """Raises an error of the hook, once. Afterwards sweeps and the hook resume."""
         if self._errors and self._pid == os.getpid():
             error = self._errors.popleft()
             for source in self._sources:
@@ -187,10 +187,10 @@ class EvictionNotifier:
             try:
                 raise error
             finally:
-                del error  # its traceback has this frame, and through it would hold the table
+                del error  # breaks a cycle with this frame, which would keep the table alive
 
     def drain(self, native: _native.Table | None) -> Iterator[EvictedRows]:
-        """The rows that wait, chunk by chunk. `native` is the core's table, if it is open: its sweep is finished meanwhile."""
+        """Yields the queued rows, chunk by chunk. `native` is the native table, if open: its sweep is completed incrementally."""
         if not self._is_queueing:
             raise StateError(f'table {self._table!r} keeps no evicted rows: make it with on_evict="keep"')
         if self._callback is not None:
@@ -215,7 +215,7 @@ class EvictionNotifier:
                 self._sources.popleft()
 
     def check_not_own_thread(self, action: str) -> None:
-        """`StateError` where the hook itself is the caller, because it would wait for itself for ever."""
+        """Raises `StateError` if the caller is the hook itself, which would wait for itself indefinitely."""
         if threading.current_thread() in self._ref.threads:
             raise StateError(
                 f"on_evict of table {self._table!r} runs, and this waits for it: {action} after it has returned"
@@ -223,9 +223,9 @@ class EvictionNotifier:
 
     @contextlib.contextmanager
     def closing(self, native: _native.Table) -> Iterator[None]:
-        """Wait until the hook was given every row that is dead by now, and then let the table be closed.
+        """Waits until the hook has received every row evicted so far, and then runs the block, which closes the table.
 
-        Ctrl-C ends the wait. Where the table is still open then, the hook is told as before.
+        Ctrl-C interrupts the wait. If the table is still open then, delivery to the hook resumes.
         """
         if self._thread is None or self._pid != os.getpid():
             yield
@@ -240,7 +240,7 @@ class EvictionNotifier:
             raise
 
     def _resume(self, native: _native.Table) -> None:
-        """The table stays open after all: tell of the rows that leave from now on."""
+        """Resumes delivery of evicted rows, because the table stays open."""
         source = self._sources[-1]
         if source.queue.reopen():
             try:
@@ -251,20 +251,20 @@ class EvictionNotifier:
             source.queue.pause()
 
     def notify_remaining(self) -> None:
-        """The core's table is closed: wait until all of its rows are told. Ctrl-C ends the wait; this can be called again then."""
+        """Waits until all rows of the closed native table are delivered. Ctrl-C interrupts the wait; a later call resumes it."""
         if self._thread is not None and self._pid == os.getpid():
             self.check_not_own_thread("close")
             self._thread.join()
             for source in self._sources:
-                while (block := source.queue.take()) is not None:  # it died after `end`
+                while (block := source.queue.take()) is not None:  # evicted after the queue was ended
                     self.notify(source, block)
 
     def take_errors(self) -> list[EvictionHookError]:
-        """What the hook raised and nobody was told of, the first one first. It is handed out once."""
+        """Returns the errors of the hook that were not raised, oldest first. Each is returned once."""
         return [self._errors.popleft() for _ in range(len(self._errors))] if self._pid == os.getpid() else []
 
     def finish(self, error: Exception | None = None) -> None:
-        """As `tell_rest`. What the hook raised is raised then, or becomes notes of `error`."""
+        """Like `notify_remaining`. Then raises the errors of the hook, or adds them to `error` as notes."""
         self.notify_remaining()
         errors = self.take_errors()
         if error is None and errors:
@@ -280,7 +280,7 @@ class EvictionNotifier:
                 error.add_note(str(other))
 
     def on_table_dropped(self, native: _native.Table | None) -> None:
-        """The last reference to the table goes. What waits is told by the thread; what nobody has drained is lost, and logged."""
+        """Called when the table is freed. Its thread delivers the queued rows; rows that were not drained are lost, and logged."""
         if not self._is_queueing or self._pid != os.getpid() or sys.is_finalizing():
             return
         self._ref.on_table_dropped(self)
@@ -289,7 +289,7 @@ class EvictionNotifier:
                 native.end_evicted_queue()
         except EmbCacheError as error:
             _log.warning("table %r was dropped, and nobody is told of what a sweep still takes: %s", self._table, error)
-        # The queue is all that its thread needs. The core's table goes, and with it its RAM and its directory.
+        # The thread needs only the queue. The native table is freed with its RAM and its directory.
         _notified_tables.pop(self, None)
         lost = sum(len(source.queue) for source in self._sources) if self._callback is None else 0
         if lost:
@@ -301,7 +301,7 @@ class EvictionNotifier:
 
 
 def _run_notifier(source: _EvictedSource, ref: _NotifierRef, previous: threading.Thread | None) -> None:
-    """Hand the rows of a queue to the hook until it ends. Those of the queue before come first."""
+    """Passes the rows of a queue to the hook until the queue ends, after those of the previous queue."""
     if previous is not None:
         previous.join()
     while (block := source.queue.wait()) is not None:
@@ -314,12 +314,12 @@ def _run_notifier(source: _EvictedSource, ref: _NotifierRef, previous: threading
     _notifier_threads.discard(threading.current_thread())
 
 
-# ---- the end of the process
+# ---- process exit
 
-# Threads that tell, and the core's tables that they tell of, until these tables are dropped.
+# Notifier threads, and their native tables, until these tables are dropped.
 _notifier_threads: set[threading.Thread] = set()
 _notified_tables: weakref.WeakKeyDictionary[EvictionNotifier, _native.Table] = weakref.WeakKeyDictionary()
-# The process that these are of. A forked child has its own.
+# The process that registered them. A forked child has its own.
 _registered_pid: int | None = None
 
 
@@ -330,14 +330,14 @@ def _register(notifier: EvictionNotifier, native: _native.Table, thread: threadi
         _notified_tables.clear()
         _registered_pid = os.getpid()
         if multiprocessing.parent_process() is not None:
-            # A child that was forked ends without the functions that `atexit` was given. Tables are flushed before this.
+            # A forked child exits without running its `atexit` functions. Tables are flushed before this.
             multiprocessing.util.Finalize(None, _notify_at_exit, exitpriority=-1)
     _notifier_threads.add(thread)
     _notified_tables[notifier] = native
 
 
 def _notify_at_exit() -> None:
-    """Tell of all rows that are dead by now. Say which are not told, and why."""
+    """Delivers all rows evicted so far. Warns of rows that cannot be delivered, with the reason."""
     if _registered_pid != os.getpid():
         return
     tellers = list(_notified_tables.items())
@@ -362,5 +362,5 @@ def _warn(message: str) -> None:
     warnings.warn(message, EmbCacheWarning, stacklevel=3)
 
 
-# Registered before any flush at the end of the process, and so called after it.
+# Registered before any flush at process exit, and so called after it.
 atexit.register(_notify_at_exit)

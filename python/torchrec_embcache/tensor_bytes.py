@@ -1,4 +1,4 @@
-"""Turns tensors into bytes and back in bounded windows. No tensor is copied whole."""
+"""Converts tensors to bytes and back in bounded windows, never an entire tensor at a time."""
 
 import io
 import math
@@ -11,22 +11,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["byte_windows", "deserialize_tensor", "is_raw", "read_box", "serialize_tensor"]
 
-# Bytes of a window of a tensor that does not lie in host memory in row-major order.
+# Window size in bytes for a tensor that is not in host memory in row-major order.
 WINDOW_BYTES = 8 << 20
-# Rows of more bytes than this are not read whole where only some of their columns are wanted.
+# Longer rows, in bytes, are not read entirely if only some of their columns are requested.
 WIDE_ROW_BYTES = 1 << 20
 
-# Reads bytes of an extent: the first byte in it, and the memory that they go to.
+# Reads bytes of an extent: the first byte in it, and the destination memory.
 ReadBytes = Callable[[int, NDArray[np.uint8]], None]
 
 
 def is_raw(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements, in row-major order, describe all of it."""
+    """True if the tensor is fully described by its elements in row-major order."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
 
 
 def byte_windows(tensor: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a tensor's elements in row-major order, in windows of at most 8 MiB where they have to be copied."""
+    """Yields the bytes of a tensor's elements in row-major order, in windows of at most 8 MiB if they have to be copied."""
     if tensor.numel() == 0:
         return
     if _is_contiguous_storage(tensor):
@@ -47,10 +47,10 @@ def read_box(
     target: torch.Tensor,
     start: int = 0,
 ) -> None:
-    """Copy a box of a saved tensor into `target`, whose shape is the box's.
+    """Copies a box of a saved tensor into `target`, which has the shape of the box.
 
-    The saved tensor has `dtype` and `shape`, and starts at byte `start` of what `read` reads; `offsets` is the box's corner.
-    `target` may be on any device, of any strides and dtype.
+    The saved tensor has `dtype` and `shape`, and starts at byte `start` of the input of `read`; `offsets` is the box's corner.
+    `target` may have any device, strides and dtype.
     """
     if target.numel() == 0:
         return
@@ -79,14 +79,14 @@ def read_box(
 
 
 def serialize_tensor(tensor: torch.Tensor) -> bytes:
-    """A tensor as `torch.save` writes it, for one that its elements do not describe: sparse, quantized, or a wrapping subclass."""
+    """Serializes a tensor with `torch.save`, for one not described by its elements: sparse, quantized, or a wrapper subclass."""
     stream = io.BytesIO()
     torch.save(tensor.cpu(), stream)
     return stream.getvalue()
 
 
 def deserialize_tensor(saved: NDArray[np.uint8]) -> torch.Tensor:
-    """Load what `serialize_tensor` made. `torch.load` refuses types that torch does not regard as safe."""
+    """Deserializes the result of `serialize_tensor`. `torch.load` rejects types that torch does not regard as safe."""
     tensor = torch.load(io.BytesIO(saved.data), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a {type(tensor).__name__} is stored in place of a tensor")
@@ -94,13 +94,13 @@ def deserialize_tensor(saved: NDArray[np.uint8]) -> torch.Tensor:
 
 
 def _is_contiguous_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory holds its elements, and nothing else, in row-major order."""
+    """True if the tensor's memory contains its elements in row-major order and nothing else."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The memory of a tensor for which `_is_contiguous_storage` is true."""
-    # A dimension of one element may have any stride, which `reshape` keeps and a view of bytes refuses.
+    """Returns the memory of a tensor for which `_is_contiguous_storage` is true."""
+    # A dimension of one element may have any stride, which `reshape` keeps and a view of bytes rejects.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array

@@ -1,4 +1,4 @@
-"""The updates of the optimizers in torch ops, on any device; `optimizers` has the formulas.
+"""Optimizer updates as torch ops, on any device; `optimizers` has the formulas.
 
 Shapes: U distinct rows of a table, D its width, S cache slots of its device tier.
 """
@@ -24,9 +24,9 @@ __all__ = ["updated_rows"]
 
 @dataclass
 class _UpdateRows:
-    """The rows that an update computes anew. What is here is a copy, or replaces one; the tier stays as it is.
+    """The working copy of the rows of an update. The tier is unchanged.
 
-    `weights` [U, D]; `vectors`: each vector slot [U, D]; `scalar` [U], which is empty where rows have none; `grad` [U, D].
+    `weights` [U, D]; `vectors`: each vector slot [U, D]; `scalar` [U], empty if rows have none; `grad` [U, D].
     """
 
     weights: Tensor
@@ -37,23 +37,23 @@ class _UpdateRows:
     step: int
 
     def decay_gradient(self) -> None:
-        """Add the weight decay to the gradient."""
+        """Adds the weight decay to the gradient."""
         if self.numbers.weight_decay:
             self.grad = self.grad + self.numbers.weight_decay * self.weights
 
     def move_decoupled(self, direction: Tensor) -> None:
-        """Move the weights against `direction` [U, D] with the weight decay apart from the gradient. Changes `direction`."""
+        """Moves the weights against `direction` [U, D] with decoupled weight decay. Changes `direction`."""
         direction += self.numbers.weight_decay * self.weights
         self.weights -= self.numbers.lr * direction
 
     def first_moment(self) -> Tensor:
-        """Take the gradient into the first moment, `vectors[0]`. Returns it corrected for its start at zeros, [U, D]."""
+        """Updates the first moment, `vectors[0]`. Returns its bias-corrected value, [U, D]."""
         beta = self.numbers.beta1
         self.vectors[0] = self.vectors[0] * beta + self.grad * (1 - beta)
         return self.vectors[0] / (1 - beta**self.step)
 
     def second_moment(self) -> Tensor:
-        """Take the gradient into the second moment, `vectors[1]`. Returns the root of it corrected, plus `eps`, [U, D]."""
+        """Updates the second moment, `vectors[1]`. Returns the root of its bias-corrected value, plus `eps`, [U, D]."""
         beta = self.numbers.beta2
         self.vectors[1] = self.vectors[1] * beta + self.grad.square() * (1 - beta)
         return (self.vectors[1] / (1 - beta**self.step)).sqrt() + self.numbers.eps
@@ -102,7 +102,7 @@ def _ftrl(rows: _UpdateRows) -> None:
     divisor = (n.sqrt() + numbers.beta) / numbers.lr + numbers.l2
     shrunk = z.sign() * (z.abs() - numbers.l1).clamp(min=0)
     rows.vectors = [z, n]
-    rows.weights = ((0.0 - shrunk) / divisor).masked_fill_(divisor == 0, 0.0)  # never -0.0, as in the core
+    rows.weights = ((0.0 - shrunk) / divisor).masked_fill_(divisor == 0, 0.0)  # never -0.0, as in the native kernels
 
 
 def _lamb(rows: _UpdateRows) -> None:
@@ -130,10 +130,10 @@ _UPDATES: dict[str, Callable[[_UpdateRows], None]] = {
 def updated_rows(
     spec: OptimizerSpec, tier: DeviceTier, slots: Tensor, grad: Tensor, hyperparameters: NDArray[np.float64], step: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """The new values of the rows in distinct cache slots [U], from their summed gradients [U, D].
+    """Computes the new values of the rows in distinct cache slots [U], from their summed gradients [U, D].
 
-    Returns each tensor of the tier that is to change, with its rows' new values, and changes nothing. `hyperparameters` is a row
-    of `native_hyperparameters`; `step` is the table's step counter, which is 1 at the first update.
+    Returns each tensor of the tier that is to change, with its rows' new values, and changes nothing. `hyperparameters` is a row of
+    `native_hyperparameters`; `step` is the table's step counter, which is 1 at the first update.
     """
     rows = _UpdateRows(
         weights=tier.weights.index_select(0, slots),

@@ -1,4 +1,4 @@
-"""What any tracer of `torch.fx` sees of a module with tables: one call."""
+"""Tracing by `torch.fx`: a module with tables is recorded as one call."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ __all__ = ["trace_as_call"]
 
 
 def trace_as_call(module: nn.Module, *arguments: Any) -> fx.Proxy | None:
-    """The call of `module` as one node of a tracer's graph, where a tracer of `torch.fx` runs it. None where tensors are given.
+    """Records the call of `module` as one node, if called by a tracer of `torch.fx`. Returns None for tensor arguments.
 
-    A tracer records operations on tensors. A lookup has none, because its rows come from the core.
+    A tracer records operations on tensors. A lookup has none, because its rows come from the native extension.
     """
     tracer = next((argument.tracer for argument in arguments if isinstance(argument, fx.Proxy)), None)
     if tracer is None:
@@ -18,5 +18,5 @@ def trace_as_call(module: nn.Module, *arguments: Any) -> fx.Proxy | None:
     path = tracer.path_of_module(module)  # type: ignore[attr-defined]
     if path:
         return tracer.create_proxy("call_module", path, arguments, {})
-    # The module that is traced has no path, because it is not inside itself.
+    # The traced module itself has no path.
     return tracer.create_proxy("call_function", module.forward, arguments, {})

@@ -1,7 +1,7 @@
-"""Training with lookahead: the rows of later batches are fetched while this one computes.
+"""Training with lookahead: the rows of later batches are loaded while the current batch computes.
 
-In each step the pipeline plans the batch that is `lookahead` ahead, whose ids arrived in the step before, on a thread beside. It
-loads one more batch and begins to send its ids. Then it computes the current batch, and moves the rows of the next one to the
+In each step the pipeline plans the batch `lookahead` steps ahead, whose ids arrived in the previous step, on a planner thread. It
+loads one more batch and starts to send its ids. Then it computes the current batch, and moves the rows of the next one to the
 device. The exchanges are collectives, so that every rank does all of this in the same order.
 """
 
@@ -26,23 +26,23 @@ logger = logging.getLogger("torchrec_embcache")
 
 
 class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
-    """TorchRec's `TrainPipelineSparseDist`, with the rows of up to 8 later batches fetched while one computes.
+    """TorchRec's `TrainPipelineSparseDist`, which also loads the rows of up to 8 later batches while one computes.
 
-    The rows of the next batch move to a device tier while the device computes. Results are the same bits whatever `lookahead` is.
+    The rows of the next batch move to a device tier while the device computes. Results are bitwise identical for any `lookahead`.
     `lookahead + 2` batches are queued.
 
     Args:
-        model: returns `(loss, output)`, and each of its sharded modules reads its features straight from the batch, as TorchRec
-            wants it. Batches are `Pipelineable`.
-        optimizer: of the dense parameters. The rows' optimizer runs in the backward.
-        device: that batches are copied to.
-        lookahead: how many batches ahead rows are fetched, from 1 to 8.
+        model: returns `(loss, output)`, and each of its sharded modules reads its features directly from the batch, as TorchRec
+            requires. Batches are `Pipelineable`.
+        optimizer: the optimizer of the dense parameters. The rows' optimizer runs in the backward.
+        device: the device to which batches are copied.
+        lookahead: number of batches ahead for which rows are loaded, from 1 to 8.
 
-    The other arguments are those of TorchRec's class. Raises `ConfigError` for a `lookahead` out of range. An error in a step
-    drops the batch that it comes from, and the next `progress` goes on with the batch after it.
+    The other arguments are those of TorchRec's class. Raises `ConfigError` for a `lookahead` out of range. An error in a step drops
+    the batch that caused it, and the next `progress` continues with the following batch.
 
     Examples:
-        In a world of one rank, where `torch.distributed` is initialised:
+        In a world of one rank, with `torch.distributed` initialized:
 
         >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
         >>> from torchrec.datasets.utils import Batch
@@ -111,18 +111,18 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
 
     @property
     def lookahead(self) -> int:
-        """How many batches ahead rows are fetched, from 1 to 8."""
+        """Number of batches ahead for which rows are loaded, from 1 to 8."""
         return self._lookahead
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
-        """Bring the queue to `lookahead + 1` planned batches, or as many as there are."""
+        """Fills the queue to `lookahead + 1` planned batches, or as many as are available."""
         while len(self.batches) <= self._lookahead and self._enqueue(dataloader_iter):
             pass
         while self._planned < min(len(self.batches), self._lookahead + 1):
             self._plan_next()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Train on the next batch of `dataloader_iter` and return the model's output. With the model in eval mode, only run it.
+        """Trains on the next batch of `dataloader_iter` and returns the model's output. With the model in eval mode, only runs it.
 
         Raises `StopIteration` when no batch is left.
         """
@@ -134,7 +134,7 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
                 raise StopIteration
             return self._step(dataloader_iter)
         finally:
-            # Between steps nobody but the caller uses the tables.
+            # Between steps only the caller uses the tables.
             for module in self._cache_modules():
                 module.wait_for_prefetch()
 
@@ -165,16 +165,16 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         return output
 
     def _place_next(self) -> None:
-        """Move the rows of the next batch: a device still computes the step that is queued, and the caller may wait for it next."""
+        """Moves the rows of the next batch while the device still computes the queued step, before the caller may wait for it."""
         context = self.contexts[0]
         for module in self._cache_modules():
             name = module.forward.name  # type: ignore[attr-defined]
             module.place_next(context.input_dist_tensors_requests[name].wait(), context.module_contexts[name])
 
     def detach(self) -> nn.Module:
-        """Give the model back as it was, for an evaluation or a save. Queued batches stay, and go on after `attach`.
+        """Returns the original model, for an evaluation or a save. Queued batches are kept, and continue after `attach`.
 
-        Rows of the next batch that moved to the device are unpinned, so that the caller has all of its budget.
+        Rows of the next batch that moved to the device are unpinned, so that the caller has the entire budget.
         """
         for module in self._cache_modules():
             module.unplace_rows()
@@ -182,19 +182,19 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         return model
 
     def reset(self) -> None:
-        """Forget the queued batches and unpin their rows."""
+        """Drops the queued batches and unpins their rows."""
         super().reset()
         for module in self._cache_modules():
             module.drop_prefetched()
         self._planned = 0
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = False) -> None:
-        """Take the model again after `detach`. Batches that were queued before go on where they were."""
+        """Attaches the model again after `detach`. Previously queued batches continue."""
         del sparse_dist  # True would send the ids of queued batches again
         super().attach(model, sparse_dist=False)
 
     def _enqueue(self, dataloader_iter: Iterator[Any]) -> bool:
-        """Load one batch, if there is one, and begin to send its ids. Whether there was one."""
+        """Loads one batch and starts to send its ids. Returns False if there is none."""
         if not self.enqueue_batch(dataloader_iter):
             return False
         if self._pipelined_modules:
@@ -213,12 +213,12 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
             name = module.forward.name
             request, module_context = context.input_dist_tensors_requests.pop(name), context.module_contexts[name]
             if isinstance(module, ShardedCacheModule):
-                # On this stream, because the stream of the forwards still computes the batches before.
+                # On this stream, because the stream of the forwards is still computing previous batches.
                 with self._stream_context(self._data_dist_stream):
                     data = request.wait()
                     module.prefetch(data, ctx=module_context, in_background=True)
             else:
-                # What TorchRec's own modules queue for this is to come after the forwards before.
+                # Work that TorchRec's own modules queue for this must come after the previous forwards.
                 data = request.wait()
                 module.prefetch(data, ctx=module_context)
             context.input_dist_tensors_requests[name] = NoWait(data)

@@ -1,6 +1,6 @@
-"""The kernel backend whose kernels are Triton's, over the cache slots of device tiers.
+"""The Triton kernel backend, over the cache slots of device tiers.
 
-Importing this module imports triton. `backends` says what to do where that is not installed. Shapes are those of `kernels`.
+Importing this module imports triton. `backends` handles the case that it is not installed. Shapes are those of `kernels`.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 
 __all__ = ["IS_INTERPRETED", "TritonBackend", "TritonRowMover"]
 
-# Whether the kernels run in Triton's interpreter, on CPU tensors.
+# True if the kernels run in Triton's interpreter, on CPU tensors.
 IS_INTERPRETED: bool = launch.IS_INTERPRETED
 
 
 class TritonRowMover:
-    """The moves of a device tier by one kernel each; see `RowMover`."""
+    """Moves rows of a device tier with one kernel per direction; see `RowMover`."""
 
     kernels = "triton"
 
     def gather(self, tier: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RowMover`."""
+        """Implements `RowMover`."""
         return launch.gather_rows(tier, slots.numpy())
 
     def scatter(self, tier: DeviceTier, slots: Tensor, vectors: Tensor, scalars: Tensor) -> None:
-        """See `RowMover`."""
+        """Implements `RowMover`."""
         launch.scatter_rows(tier, slots.numpy(), vectors, scalars)
 
 
 @dataclass(frozen=True)
 class _TableGroup:
-    """Tables of a lookup that have one width and one optimizer, so that a launch updates the rows of all of them."""
+    """Tables of a lookup with the same width and optimizer, whose rows are updated by one launch."""
 
     kind: str
     dim: int
@@ -58,9 +58,9 @@ class _TableGroup:
 
 @dataclass(frozen=True)
 class _SplitRows:
-    """Rows with so many occurrences that their gradients are summed by parts: sums of parts first, and then the sums of these.
+    """Rows with many occurrences, whose gradients are summed in two levels: within parts, and then over parts.
 
-    `parts` are ranges of a batch's occurrences. `rows`: the rows, whose occurrences are numbers of parts.
+    `parts` are ranges of a batch's occurrences. `rows`: the rows, whose occurrences are indices of parts.
     """
 
     parts: launch.OccurrenceRanges
@@ -70,10 +70,10 @@ class _SplitRows:
 
 @dataclass(frozen=True)
 class _GroupUpdate:
-    """The distinct rows of tables that are alike, of which there are `count`. Those that are `split` are updated apart.
+    """The `count` distinct rows of a table group. The `split` rows are updated separately.
 
-    `oov`: for each table with a shared row, the rows of refused ids, which are not updated. `slots`: those of each table's
-    rows, int32 [U], where -1 is none.
+    `oov`: for each table with an OOV row, the rows of ids that were not admitted, which are not updated. `slots`: the slots of each
+    table's rows, int32 [U], where -1 stands for none.
     """
 
     group: _TableGroup
@@ -94,11 +94,11 @@ class _UpdateLaunch:
     count: int
 
     def run(self, tiers: Tensor, numbers: Tensor) -> None:
-        """Update the rows."""
+        """Updates the rows."""
         self._run(tiers, numbers, self.count)
 
     def compile(self, tiers: Tensor, numbers: Tensor) -> None:
-        """Have the kernel compiled, if it is not. Nothing runs."""
+        """Compiles the kernel if needed. Runs nothing."""
         self._run(tiers, numbers, 0)
 
     def _run(self, tiers: Tensor, numbers: Tensor, count: int) -> None:
@@ -108,9 +108,9 @@ class _UpdateLaunch:
 
 @dataclass(frozen=True)
 class _DeviceBatch:
-    """A pooled batch on the device. `members`: for each width the features of that width.
+    """A pooled batch on the device. `members`: the features of each width.
 
-    The kernels are given the addresses of the rows in `kept`, which must live until they are launched.
+    The kernels receive the addresses of the rows in `kept`, which must stay alive until they are launched.
     """
 
     bags: launch.DeviceBags
@@ -130,7 +130,7 @@ class TritonBackend(KernelBackend):
         dims = [tables[table].dim for table in feature_tables]
         self._columns = np.cumsum([0, *dims])
         self._aligned = 4 if all(dim % 4 == 0 for dim in dims) else 1
-        # Features of one width have one launch.
+        # One launch per feature width.
         self._members = {dim: [f for f, other in enumerate(dims) if other == dim] for dim in dict.fromkeys(dims)}
         kinds = [(table.spec.kind, table.dim) for table in tables]
         self._groups = [
@@ -139,7 +139,7 @@ class TritonBackend(KernelBackend):
         ]
 
     def _features(self, plan: Plan, mean: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[Tensor]]:
-        """What the kernels are told of each feature, int64 [F, 4], and the tensors that it has addresses of."""
+        """Returns the kernels' description of each feature, int64 [F, 4], and the tensors whose addresses it contains."""
         absent: dict[int, Tensor] = {}
         for table in dict.fromkeys(self.feature_tables):
             row = plan.missing_row(table)
@@ -153,7 +153,7 @@ class TritonBackend(KernelBackend):
         return np.array(features, np.int64), list(absent.values())
 
     def _send_batch(self, plan: Plan, pooled: PooledInputs, *, with_slots: bool) -> _DeviceBatch:
-        """The batch on the device. The addresses in it hold as long as nobody else can replace the tiers' tensors."""
+        """Sends the batch to the device. Its addresses are valid while no other thread can replace the tiers' tensors."""
         _check_count(len(pooled.offsets), int(pooled.offsets[-1]))
         if pooled.weights is not None and pooled.weights.device != self.device:
             raise InputError(
@@ -175,7 +175,7 @@ class TritonBackend(KernelBackend):
         return _DeviceBatch(bags, sent[0], sent[2], dict(zip(self._members, sent[3:], strict=True)), kept)
 
     def forward_pooled(self, plan: Plan, pooled: PooledInputs) -> Tensor:
-        """See `KernelBackend`. It runs exclusively, until it is queued: nobody replaces the tiers' tensors meanwhile."""
+        """Implements `KernelBackend`. Has exclusive access until the work is queued, so the tiers' tensors are not replaced."""
         out = torch.empty(pooled.bags, self.columns, dtype=torch.float32, device=self.device)
 
         def work() -> None:
@@ -188,7 +188,7 @@ class TritonBackend(KernelBackend):
         return out
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
-        """See `KernelBackend`. It runs exclusively, as `forward_pooled` does."""
+        """Implements `KernelBackend`. Has exclusive access, as in `forward_pooled`."""
         dim = self.tables[0].dim
         out = torch.empty(count, dim, dtype=torch.float32, device=self.device)
         _check_count(count)
@@ -217,7 +217,7 @@ class TritonBackend(KernelBackend):
         oov_sums: OovGradientSums,
         weight_grad: bool,
     ) -> Tensor | None:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         batch = self._send_batch(plan, pooled, with_slots=False)
         occurrences = int(pooled.offsets[-1])
         scaled = pooled.weights is not None or bool(pooled.mean.any())
@@ -237,7 +237,7 @@ class TritonBackend(KernelBackend):
     def backward_sequence(
         self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
-        """See `KernelBackend`."""
+        """Implements `KernelBackend`."""
         self._update_and_commit(plan, launch.DeviceGradients(grad), hyperparameters, oov_sums, lambda: None)
 
     def _update_and_commit(
@@ -248,9 +248,9 @@ class TritonBackend(KernelBackend):
         oov_sums: OovGradientSums,
         before_update: Callable[[], None],
     ) -> None:
-        """Update and commit before anybody else copies rows, so that nobody sees a row with new weights and old metadata.
+        """Updates and commits with exclusive access, so that no other thread copies a row with new weights and old metadata.
 
-        What needs memory comes first, for all tables. So until `begin_update` an error leaves every row as it was.
+        Memory for all tables is allocated first. Until `begin_update` an error leaves every row unchanged.
         """
         updates = [self._distinct_rows(plan, alike) for alike in self._groups]
         self._train_oov_row(plan, lambda: self._oov_sums(updates, gradients), hyperparameters, oov_sums)
@@ -274,14 +274,14 @@ class TritonBackend(KernelBackend):
         plan.run_exclusively(work)
 
     def _reading_tiers(self) -> ExitStack:
-        """Read the rows of all tables meanwhile, on the caller's stream."""
+        """Reads the rows of all tables within the block, on the caller's stream."""
         with ExitStack() as stack:
             for table in dict.fromkeys(self.feature_tables):
                 stack.enter_context(self._tier(table).reading())
             return stack.pop_all()
 
     def _distinct_rows(self, plan: Plan, group: _TableGroup) -> _GroupUpdate:
-        """The distinct rows of tables that are alike, on the device."""
+        """Returns the distinct rows of a table group, on the device."""
         of_tables = plan.row_counts()
         counts = [of_tables[table] for table in group.tables]
         lengths_of_features = np.diff(plan.splits())[np.isin(self.feature_tables, group.tables)]
@@ -291,7 +291,7 @@ class TritonBackend(KernelBackend):
         )
         tables, sent_slots, starts, _ = sending.arrays
         starts[-1] = 0
-        if total:  # empty arrays have one address, and the core takes no array twice that it writes to
+        if total:  # empty arrays share one address, and outputs must not alias
             plan.fill_row_occurrences(list(group.tables), *sending.arrays)
         slots = sent_slots.copy()
         lengths = np.diff(starts)
@@ -317,7 +317,7 @@ class TritonBackend(KernelBackend):
         return _GroupUpdate(group, slots_of, rows, total, apart, sums)
 
     def _oov_sums(self, updates: Sequence[_GroupUpdate], gradients: launch.DeviceGradients) -> Tensor:
-        """The sums of the gradients of refused ids, for each table in which these share a row."""
+        """Returns the gradient sums of ids that were not admitted, for each table with an OOV row."""
         sums = {}
         for update in updates:
             dim = update.group.dim
@@ -330,9 +330,10 @@ class TritonBackend(KernelBackend):
     def _update_hyperparameters(
         self, group: _TableGroup, hyperparameters: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
-        """The addresses of the tables' tiers, int64 [T, 4], and the numbers of their updates, float32 [T, 9], on the device.
+        """Returns the addresses of the tables' tiers, int64 [T, 4], and the update values, float32 [T, 9], on the device.
 
-        The tensors are looked up when nobody can replace them by larger ones: an update of the tensors from before would be lost.
+        The tensors are read under exclusive access, so that no other thread can replace them by larger ones; an update of replaced
+        tensors would be lost.
         """
         tiers, numbers = [], []
         for table in group.tables:
@@ -344,7 +345,7 @@ class TritonBackend(KernelBackend):
 
 
 def _check_count(*counts: int) -> None:
-    """`InputError` where the kernels, whose positions have 32 bits, cannot count so far."""
+    """Raises `InputError` if a count exceeds the 32-bit positions of the kernels."""
     if max(counts) >= 1 << 31:
         raise InputError(
             f"a batch has {max(counts)} ids or bags, and Triton's kernels take fewer than 2^31: use smaller batches"
@@ -352,7 +353,7 @@ def _check_count(*counts: int) -> None:
 
 
 def _launches(update: _GroupUpdate, gradients: launch.DeviceGradients) -> list[_UpdateLaunch]:
-    """The launches that update the rows of tables that are alike, once for all and once for those that are frequent."""
+    """Returns the launches that update the rows of a table group: one for all rows, and one for the split rows."""
     of_rows = [(update.rows, gradients, update.count)]
     if update.split is not None:
         frequent = update.split

@@ -1,4 +1,4 @@
-"""The saves beside training that are under way in this process. Others wait for them; the thread that saves may not."""
+"""Asynchronous saves in progress. Other saves wait for them, except on the saving thread, which would deadlock."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _log = logging.getLogger(__name__)
 
 
 class SaveInFlight:
-    """A save of `tables` to the directory `path` that a thread writes while training goes on, in the process that began it.
+    """A save of `tables` to the directory `path` that a background thread writes, in the process that started it.
 
-    It is ended once: by `cancel` or by the thread that took it over, whichever comes first.
+    It is ended once: by `cancel` or by the thread that claimed it, whichever is first.
     """
 
     def __init__(self, tables: Iterable[object], path: str) -> None:
         self.tables: weakref.WeakSet[object] = weakref.WeakSet(tables)
         self.path = path
-        """The path of the directory, as `Directory` has it."""
+        """The path of the directory, in the form of `CheckpointDirectory.path`."""
         self.done = threading.Event()
-        """Set when the save is over."""
+        """Set when the save has finished."""
         self.thread: int | None = None
-        """The identity of the thread that writes, once it has begun."""
+        """The identity of the saving thread, once it has started."""
         self.pid = os.getpid()
         self._claim_lock = threading.Lock()
 
     def begin(self) -> None:
-        """Make others wait for this save from now on."""
+        """Registers this save, so that others wait for it."""
         _saves[:] = [save for save in _saves if not save.done.is_set()]
         _saves.append(self)
 
     def try_claim(self) -> bool:
-        """Become the one who ends this save. False where somebody else is already."""
+        """Claims the right to end this save. Returns False if it was already claimed."""
         return self._claim_lock.acquire(blocking=False)
 
 
-# At most one for each thread that saves.
+# At most one per saving thread.
 _saves: list[SaveInFlight] = []
 
 
@@ -58,17 +58,17 @@ def _find_saves(tables: Iterable[object] | None) -> list[SaveInFlight]:
 
 
 def wait_for_saves(tables: Iterable[object] | None = None) -> None:
-    """Wait until every save beside training of any of `tables` (by default of any table) is over. Ctrl-C ends the wait.
+    """Waits until every asynchronous save of any of `tables` (by default of any table) has finished. Ctrl-C interrupts the wait.
 
-    `StateError` where one waits for the caller: from a `progress` callable of the save.
+    Raises `StateError` if a save waits for the caller, a `progress` callable of the save.
     """
     _wait_for(_find_saves(tables))
 
 
 def wait_for_saves_to(path: str) -> None:
-    """Wait until every save beside training to the directory `path` is over. Ctrl-C ends the wait.
+    """Waits until every asynchronous save to the directory `path` has finished. Ctrl-C interrupts the wait.
 
-    What is saved or loaded there next finds that checkpoint and not the one before. Raises as `wait_for_saves` does.
+    A following save or load then finds that checkpoint and not the previous one. Raises the errors of `wait_for_saves`.
     """
     _wait_for([save for save in _find_saves(None) if save.path == path])
 
@@ -81,7 +81,7 @@ def _wait_for(saves: Iterable[SaveInFlight]) -> None:
 
 
 def check_not_own_save(table: object, action: str) -> None:
-    """Raise `StateError` where the calling thread is saving `table`, because it would wait for itself for ever."""
+    """Raises `StateError` if the calling thread is saving `table`, because it would wait for itself indefinitely."""
     for save in _find_saves([table]):
         _check_not_own(save, action)
 

@@ -1,4 +1,4 @@
-"""The cache modules of a model: how they are found and flushed together."""
+"""The cache modules of a model: finding them, and flushing them together."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ from .table_shard import TableShard
 
 __all__ = ["CacheModule", "cache_modules", "flush", "path_in_model", "suppress_state_dict_warnings"]
 
-# The attribute by which a wrapper holds the module that it wraps. These names are left out of module paths.
+# The attribute of a wrapper that contains the wrapped module. These names are omitted from module paths.
 _WRAPPER_ATTRIBUTES = {
     "DataParallel": {"module"},
     "DistributedDataParallel": {"module"},
@@ -28,20 +28,20 @@ _WRAPPER_ATTRIBUTES = {
 }
 
 
-# A tree of modules that is deeper than this is taken for a mistake.
+# Deeper module trees are rejected as a mistake.
 MAX_DEPTH = 500
 
 
 class CacheModule:
-    """What every module with tables of this package is, sharded or not: an `nn.Module` with `tables`."""
+    """Base class of every module with tables of this package, sharded or not: an `nn.Module` with `tables`."""
 
     @property
     @abstractmethod
     def tables(self) -> Mapping[str, CacheTable]:
-        """This rank's shards of the tables, by the tables' names."""
+        """This rank's shards of the tables, by table name."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Do as `half()`, `to()` and the like ask. `UnsupportedError` for another dtype or device, before this module changes."""
+        """Implements `half()`, `to()` etc. Raises `UnsupportedError` for another dtype or device, before this module changes."""
         for parameter in nn.Module.parameters(self):  # type: ignore[arg-type]  # it is one
             probe = fn(torch.empty(0, dtype=torch.float32, device=parameter.device))
             of = f"{type(self).__name__} with tables {', '.join(map(repr, self.tables))}"
@@ -57,23 +57,23 @@ class CacheModule:
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def sync_optimizers(self) -> None:
-        """Give the tables the optimizers that are set by now. It is called before rows are saved or loaded."""
+        """Assigns the current optimizers to the tables. Called before rows are saved or loaded."""
 
     def param_group(self, table: str) -> dict[str, Any] | None:
-        """The entry of `param_groups` that training of the table reads; None where its optimizer has none."""
+        """Returns the entry of `param_groups` that training of the table reads; None if its optimizer has none."""
 
     def hyperparameters(self, table: str) -> dict[str, Any]:
-        """The numbers of a table's optimizer, such as `lr`, as training uses them now."""
+        """Returns the current hyperparameters of a table's optimizer, such as `lr`."""
         group = self.param_group(table)
         return shard_of(self.tables[table]).spec.param_group() if group is None else dict(group)
 
     @property
     def table_names(self) -> Iterable[str]:
-        """The names of all tables, also of those on other ranks."""
+        """The names of all tables, including those on other ranks."""
         return self.tables
 
     def suppress_state_dict_warning(self) -> None:
-        """Let state dicts of this module be dropped without the warning that they hold no rows: who calls this saves the rows."""
+        """Suppresses the warning that state dicts of this module contain no rows. For callers that save the rows."""
         self._state_dict_watch().is_suppressed = True
 
     def _state_dict_watch(self) -> StateDictWatch:
@@ -81,14 +81,14 @@ class CacheModule:
         return watch
 
     def get_extra_state(self) -> Tensor:
-        """A note, for `state_dict()`, of how many rows and steps the tables have; see `row_notes`."""
+        """Returns the summary of the tables' rows and steps for `state_dict()`; see `row_notes`."""
         tables = {name: shard_of(table) for name, table in self.tables.items()}
         note = summarize_tables(tables, self.table_names)
         self._state_dict_watch().watch(note, tables)
         return note
 
     def set_extra_state(self, state: object) -> None:
-        """Do nothing: by now `_load_from_state_dict` has compared the note with the rows that are here."""
+        """Does nothing: `_load_from_state_dict` has already compared the summary with the tables."""
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *lists: Any
@@ -98,26 +98,26 @@ class CacheModule:
         check_missing_rows(state_dict.get(key), tables, key, missing_keys, strict=strict)
         own_missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, own_missing, *lists)  # type: ignore[misc]
-        # A state dict without the note says nothing of rows, as that of another library's module.
+        # A state dict without the summary, such as another library's, contains no information about rows.
         missing_keys += [missing for missing in own_missing if missing != key]
 
     def __prepare_scriptable__(self) -> Any:
-        """`UnsupportedError`. `torch.jit.script` calls this of every module before it compiles any."""
+        """Raises `UnsupportedError`. `torch.jit.script` calls this on every module before it compiles any."""
         raise UnsupportedError(
             f"torch.jit.script cannot compile lookups of {type(self).__name__}, which run in this package's core: script the dense "
             "part, or serve the saved tables (docs/serving.md)"
         )
 
     def refresh_buckets(self) -> None:
-        """Forget what was derived from the buckets of a table: a load gave it others."""
+        """Discards state derived from a table's buckets, after a load changed them."""
 
 
 def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
-    """The cache modules of `model` by their module paths, in the order of the model.
+    """Returns the cache modules of `model` by module path, in the order of the model.
 
-    Names of wrappers, such as DistributedModelParallel's, are left out of the paths. The path of the model itself is "".
+    Names of wrappers, such as DistributedModelParallel's, are omitted from the paths. The path of the model itself is "".
 
-    Raises `InputError` where two modules have one path, and for modules that are nested more than 500 deep.
+    Raises `InputError` if two modules have the same path, and for modules that are nested more than 500 deep.
 
     Examples:
         >>> import torch
@@ -155,13 +155,13 @@ def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
 
 
 def suppress_state_dict_warnings(model: nn.Module | None) -> None:
-    """Do as `CacheModule.expect_state_dicts` for every cache module of a model. `InputError` where it is no module."""
+    """Calls `suppress_state_dict_warning` on every cache module of a model. Raises `InputError` if it is not a module."""
     for module in cache_modules(model).values() if model is not None else ():
         module.suppress_state_dict_warning()
 
 
 def path_in_model(model: nn.Module, path: str) -> str:
-    """The path of a module without the names of wrappers, where `path` is what `named_modules` of `model` calls it."""
+    """Returns a module path without the names of wrappers, given its path in `named_modules` of `model`."""
     names: list[str] = []
     module = model
     for name in path.split(".") if path else ():
@@ -172,17 +172,17 @@ def path_in_model(model: nn.Module, path: str) -> str:
 
 
 def flush(model: nn.Module, *, also: Callable[[int], object] | None = None) -> None:
-    """Write every dirty row of all tables of all ranks to their SSD tiers, and publish them as one state. Collective.
+    """Writes every dirty row of all tables of all ranks to their SSD tiers, and commits them as one state. Collective.
 
-    After a kill before this returns, a resume takes the state before, of every table. Tables without an SSD tier have nothing
-    to do. Threads that flush the same tables take turns.
+    After a crash before this returns, a resume finds the previous state of every table. Tables without an SSD tier are skipped.
+    Concurrent flushes of the same tables run one after another.
 
-    `also`: a callable that saves the rest of the model, under the step that it is given: the largest of the tables' steps on all
-    ranks. It is called on every rank, before anything is published, so that whatever a resume finds was saved under its step. Where
-    it raises, nothing is flushed, and every rank raises. `docs/checkpoints.md` has a recipe.
+    `also`: a callable that saves the rest of the model under the step passed to it: the largest of the tables' steps on all ranks.
+    It is called on every rank before the commit, so that any state found by a resume was saved under its step. If it raises,
+    nothing is flushed, and every rank raises. `docs/flushes.md` has a recipe.
 
-    Raises, on every rank, `InputError` for a model without cache modules, or for an `also` that only some ranks give, and
-    `StorageError` when one cannot write.
+    Raises, on every rank, `InputError` for a model without cache modules, or for an `also` that only some ranks pass, and
+    `StorageError` if one rank cannot write.
 
     Examples:
         >>> import os, torch

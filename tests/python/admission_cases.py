@@ -1,4 +1,4 @@
-"""A dict that counts as a table with admission does, and the counts of a table, one by one, for tests of admission."""
+"""A reference model of admission counts, and the admission counts of a table, for tests."""
 
 import copy
 import random
@@ -15,12 +15,12 @@ THRESHOLD = 5
 
 
 def counting(**settings: Any) -> EmbCacheEmbedding:
-    """A table whose ids get rows when they occur for the fifth time."""
+    """A table that inserts a row at the fifth occurrence of its id."""
     return embedding(**{"admission": admission.Count(THRESHOLD), **settings})
 
 
 def batch(step: int) -> list[int]:
-    """The ids of a step, of which some come often. It is the same in every process."""
+    """The ids of a step, some of them frequent. Identical in every process."""
     dice = random.Random(step)
     return [dice.randrange(-25, 25) for _ in range(7)] + [dice.randrange(10**4, 10**4 + 300) for _ in range(6)]
 
@@ -34,7 +34,7 @@ def train(table: Any, steps: range) -> None:
 
 
 class Counted:
-    """Which ids have rows after the steps before `step`, and the counts of the others."""
+    """Reference model: the ids with rows after the steps before `step`, and the counts of pending ids."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -50,7 +50,7 @@ class Counted:
                     del self.counts[row_id]
 
     def check(self, table: EmbCacheEmbedding) -> None:
-        """Whether a table in RAM has these rows and these counts."""
+        """Asserts that a table in RAM has these rows and counts."""
         assert table.stats().step == self.step
         assert set(ids_of(table)) == self.rows
         stats = table.stats().admission
@@ -60,7 +60,7 @@ class Counted:
 
 
 def counts_of(table: EmbCacheEmbedding, ids: Iterable[int]) -> Counter[int]:
-    """The counts of those of `ids` that have no row, in a table in RAM. One whose count is c gets its row in step THRESHOLD - c."""
+    """The counts of the pending ids among `ids`, in a table in RAM. An id with count c gets its row in step THRESHOLD - c."""
     twin = copy.deepcopy(table)
     found: Counter[int] = Counter()
     before = set(ids_of(twin))

@@ -1,11 +1,11 @@
-"""Compiles every launch of Triton's kernels for one generation of GPUs, without a driver, and prints what is in them as JSON.
+"""Compiles every launch of the Triton kernels for one GPU generation, without a driver, and prints facts of the code as JSON.
 
-test_triton_compiled.py runs it as a program of its own, because kernels are declared either for the interpreter or for a compiler.
-The launches are those of `launch` itself, for small tensors on the CPU. Triton compiles each of them as it would on such a GPU:
-types, constants and options are those that the launch gives.
+test_triton_compiled.py runs it as a separate program, because kernels are declared either for the interpreter or for a compiler.
+The launches are made by `launch`, for small tensors on the CPU. Triton compiles each with the types, constants and options of the
+launch, as on such a GPU.
 
-By default each batch has one kind of backward for each kernel, in turn, so that the batches of a generation cover every pair of a
-kernel and a kind. With `EMBCACHE_EVERY_LAUNCH=1` each batch has all of them.
+By default each batch has one kind of backward per kernel, in rotation, so that the batches of a generation cover every pair of
+kernel and kind. With `EMBCACHE_EVERY_LAUNCH=1` each batch has all of them.
 """
 
 import json
@@ -30,18 +30,18 @@ from torchrec_embcache.triton_kernels import launch
 
 CUOBJDUMP = Path(nvidia).parent / "bin" / "cuobjdump"
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "ftrl", "lamb"]
-#: What an optimizer has beside the weights: vector slots, and whether there is a scalar slot.
+#: Optimizer state besides the weights: number of vector slots, and True for a scalar slot.
 SLOTS = [(0, False), (1, False), (0, True), (2, False), (1, True)]
 ARITHMETIC = re.compile(r"\b((?:add|sub|mul|div|fma|mad|sqrt|rsqrt|rcp|ex2|lg2|sin|cos|tanh)\.[a-z0-9.]*f32)\b")
 MOVES = re.compile(r"\b((?:ld|st)\.global[a-z0-9.:_]*)\b")
 USED = re.compile(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)")
 FEATURES, OCCURRENCES = 2, 5
-#: Bags that are weighted, averaged and summed, and sequences. `launch` compiles the first two alike.
+#: Weighted, averaged and summed bags, and sequences. `launch` compiles the first two identically.
 BACKWARDS = [[(True, True), (False, True)], [(False, False)], [None]]
 
 
 class Generation:
-    """What Triton asks of a driver before it compiles a launch."""
+    """A stand-in for the Triton driver, as far as compilation queries it."""
 
     def __init__(self, generation: int) -> None:
         self._target = GPUTarget("cuda", generation, 32)
@@ -57,7 +57,7 @@ class Generation:
 
 
 class Compiling:
-    """Is in the place of a kernel in `launch`: Triton compiles each of its launches, which is kept, and nothing runs."""
+    """Replaces a kernel in `launch`: compiles and records each launch, and runs nothing."""
 
     def __init__(self, kernel: triton.JITFunction, kept: list[tuple[str, dict[str, object], object]]) -> None:
         self._kernel, self._kept = kernel, kept
@@ -71,10 +71,10 @@ class Compiling:
 
 
 class Batch:
-    """Tensors as `launch` is given them, all of zeros, for two features of `dim` columns.
+    """Zero-filled arguments of `launch` for two features of `dim` columns.
 
-    Where it is `ragged`, a table of another width keeps rows of the output from being aligned, the caller's tensors begin 4 bytes
-    after what is, and the batch has one bag, of which Triton makes a constant.
+    If `ragged`, output rows are unaligned because of a table of another width, the caller's tensors start 4 bytes past an aligned
+    address, and the batch has one bag, which Triton turns into a constant.
     """
 
     def __init__(self, dim: int, *, ragged: bool) -> None:
@@ -87,7 +87,7 @@ class Batch:
         return torch.zeros(count, dtype=torch.int32)
 
     def floats(self, *shape: int) -> Tensor:
-        """Numbers of the caller."""
+        """A float32 tensor of the caller."""
         begin = int(self.ragged)
         return torch.zeros(begin + int(np.prod(shape)))[begin:].view(shape)
 
@@ -100,7 +100,7 @@ class Batch:
 
 
 def launch_lookups(batch: Batch) -> None:
-    """Launch each forward, and the gradient of weights."""
+    """Launches each forward, and the gradient of weights."""
     given = batch.dim, batch.members, batch.features, batch.slots
     for weighted in (True, False):
         launch.pool_rows(*given, batch.of_bags(weighted=weighted), torch.zeros(batch.bags, batch.columns))
@@ -111,12 +111,12 @@ def launch_lookups(batch: Batch) -> None:
 
 
 def launch_backwards(batch: Batch, number: int) -> None:
-    """Launch each backward: of weighted, averaged and summed bags, of sequences, and of sums of parts, by every optimizer.
+    """Launches the backward of weighted, averaged and summed bags, of sequences, and of partial sums, for every optimizer.
 
-    Of the kinds of a backward, an optimizer has that of its turn in the batch of this number, or all.
+    Each optimizer gets one kind of backward, selected by the batch number, or all of them.
     """
     grad = batch.floats(batch.bags, batch.columns)
-    # Those of sums of parts are compiled as those of sequences are, if the latter are aligned.
+    # Gradients of partial sums are compiled like those of sequences, if the latter are aligned.
     found = [
         [
             launch.find_gradients(batch.features, batch.of_bags(weighted=bags[0]), OCCURRENCES, grad, bags[1])
@@ -141,7 +141,7 @@ def launch_backwards(batch: Batch, number: int) -> None:
 
 
 def launch_moves(batch: Batch) -> None:
-    """Launch the moves of rows of each kind where rows have 64 columns, else of rows with 2 more vectors, or 1 and a scalar."""
+    """Launches the row moves for all `SLOTS` if rows have 64 columns, else for the last two."""
     for vector_slots, scalar_slot in SLOTS if batch.dim == 64 else SLOTS[-2:]:
         tier = DeviceTier(batch.dim, vector_slots, scalar_slot, 4, torch.device("cpu"), TorchRowMover())
         slots = np.zeros(1 if batch.ragged else 3, np.int64)
@@ -149,9 +149,9 @@ def launch_moves(batch: Batch) -> None:
 
 
 def facts_of(name: str, given: dict[str, object], made) -> dict[str, object]:
-    """What is in the machine code of a launch of the kernel `name`, whose constants and options were `given`.
+    """Facts of the machine code of a launch of the kernel `name`, with `given` constants and options.
 
-    `spilled`: bytes of a thread that lie in memory. The assembler is that of the launch, with its options.
+    `spilled` is the number of bytes per thread in local memory. The launch selects the assembler and its options.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -174,7 +174,7 @@ def facts_of(name: str, given: dict[str, object], made) -> dict[str, object]:
 
 
 def main(generation: int, dims: list[int], ragged: list[int]) -> None:
-    """Print what is known of each launch for rows of `dims` floats, and for ragged batches of rows of others."""
+    """Prints the facts of each launch for rows of `dims` floats, and for ragged batches of rows of `ragged` floats."""
     driver.set_active(Generation(generation))
     kept: list[tuple[str, dict[str, object], object]] = []
     kernels = {name: kernel for name, kernel in vars(launch).items() if isinstance(kernel, triton.JITFunction)}
@@ -187,7 +187,7 @@ def main(generation: int, dims: list[int], ragged: list[int]) -> None:
         launch_backwards(batch, number)
         launch_moves(batch)
         assert {name for name, _, _ in kept} == set(kernels), "each kernel of `launch` is launched"
-        # What several launches have in common is compiled once.
+        # Identical launches are compiled once.
         once = {id(made): (name, given, made) for name, given, made in kept}
         place = {"generation": generation, "dim": dim, "ragged": is_ragged}
         found += [{**place, **facts_of(*each)} for each in once.values()]

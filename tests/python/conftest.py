@@ -13,10 +13,10 @@ import pytest
 # The same as in the Makefile. Without byte code every process that is started would compile torch again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Triton decides when it is imported. Its kernels run in its interpreter, on CPU tensors, but for `make test-cuda`.
+# Triton reads this at import. Except in `make test-cuda`, its kernels run in its interpreter, on CPU tensors.
 if os.environ.get("EMBCACHE_TEST_CUDA") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
-# A shell makes background processes ignore Ctrl-C, and the processes that tests start inherit that. Some tests end these by Ctrl-C.
+# Background processes of a shell ignore Ctrl-C, and child processes inherit that. Some tests end children by Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -24,7 +24,7 @@ from tables import AMPLE  # noqa: E402
 from torchrec_embcache import TierBudgets  # noqa: E402
 from world import World  # noqa: E402
 
-#: The files that take longest. Where processes share the files, these come first, so that no process is left with one at the end.
+#: The slowest files. They run first, so that parallel test processes finish at about the same time.
 LONGEST = [
     "test_examples.py",
     "test_triton_compiled.py",
@@ -36,20 +36,20 @@ LONGEST = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of the longest files first, and leave the others in their order."""
+    """Moves the tests of the slowest files to the front, and keeps the order of the others."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 def pytest_collection_finish() -> None:
-    """Let collections of garbage look only at what tests make. Torch and what needs it have a million objects, which stay."""
+    """Excludes the objects created by imports (torch has a million) from garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(params=["in_place", "device_tier", "torch_kernels", "triton_kernels"])
 def backend(request, monkeypatch):
-    """The settings of a table, for each way in which kernels run on the CPU."""
+    """Table settings for each kernel backend on the CPU."""
     if request.param in ("torch_kernels", "triton_kernels"):
         monkeypatch.setenv("EMBCACHE_KERNELS", request.param.removesuffix("_kernels"))
     if request.param == "in_place":
@@ -59,8 +59,8 @@ def backend(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def one_thread_of_torch() -> Iterator[None]:
-    """One thread of torch, for tests that have no work for more."""
-    import torch  # not before what is set above
+    """Limits torch to one thread."""
+    import torch  # after the environment is set above
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -70,9 +70,7 @@ def one_thread_of_torch() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[World]:
-    """Two processes. The first test that runs something on them starts them, because importing torchrec takes each of them
-    seconds.
-    """
+    """Two ranks in processes, which start at the first use, because importing torchrec takes seconds."""
     world = World(2)
     yield world
     world.stop()
@@ -80,7 +78,7 @@ def two_ranks() -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def three_ranks() -> Iterator[World]:
-    """Three processes; see `two_ranks`."""
+    """Three ranks; see `two_ranks`."""
     world = World(3)
     yield world
     world.stop()
@@ -88,7 +86,7 @@ def three_ranks() -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[World]:
-    """Four processes; see `two_ranks`."""
+    """Four ranks; see `two_ranks`."""
     world = World(4)
     yield world
     world.stop()
@@ -96,7 +94,7 @@ def four_ranks() -> Iterator[World]:
 
 @pytest.fixture
 def small_disk() -> Iterator[str]:
-    """A file system of 6 MiB. Skips the test where none may be mounted."""
+    """Mount point of a file system of 6 MiB. Skips the test if mounting is not permitted."""
     with tempfile.TemporaryDirectory() as place:
         made = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", place], capture_output=True, check=False

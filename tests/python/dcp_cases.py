@@ -25,7 +25,7 @@ BUCKETS = 11
 
 
 def dense_state(salt: int = 0) -> dict[str, Any]:
-    """One of everything that is not sharded: dtypes, views, an empty tensor, a scalar, one larger than a window, and objects."""
+    """One value of every unsharded kind: dtypes, views, empty, scalar and sparse tensors, one larger than a window, and objects."""
     generator = torch.Generator().manual_seed(salt)
     wide = torch.randn(1500, 1600, generator=generator)
     return {
@@ -48,12 +48,12 @@ def dense_state(salt: int = 0) -> dict[str, Any]:
 
 
 def stageable(state: dict[str, Any]) -> dict[str, Any]:
-    """The part of a state dict that torch's own stager takes."""
+    """The entries of a state dict that torch's stager supports."""
     return {key: value for key, value in state.items() if key != "sparse"}
 
 
 def blank(value: Any) -> Any:
-    """The same structure with other contents."""
+    """A state dict of the same structure with other contents."""
     if isinstance(value, torch.Tensor):
         if value.is_sparse:
             return torch.zeros_like(value)
@@ -66,7 +66,7 @@ def blank(value: Any) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two state dicts hold the same bits."""
+    """True if two state dicts are bitwise identical."""
     if isinstance(left, torch.Tensor):
         left, right = (x.to_dense() if x.is_sparse else x.resolve_conj() for x in (left, right))
         if left.dtype == torch.float8_e4m3fn:
@@ -84,7 +84,7 @@ def weights_of(ids: torch.Tensor, salt: int = 0) -> torch.Tensor:
 
 
 class Model(CacheModule, nn.Module):
-    """A table that is spread over all ranks by bucket."""
+    """A model with one table, sharded by bucket over all ranks."""
 
     def __init__(self, rank: int = 0, size: int = 1, salt: int | None = None, dim: int = 3) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ class Model(CacheModule, nn.Module):
 
 
 def rows(salt: int) -> list[tuple[int, list[float], float]]:
-    """The rows that the models of this salt on all ranks hold together."""
+    """The rows of all ranks of the model with this salt."""
     sums = IDS.to(torch.float32).tolist()
     return sorted(zip(IDS.tolist(), weights_of(IDS, salt).tolist(), sums, strict=True))
 
 
 def held(path: Any) -> list[str]:
-    """The entries of a directory of checkpoints, without the lock of saves."""
+    """The entries of a checkpoint directory, except the lock of saves."""
     return sorted(name for name in os.listdir(path) if name != "lock")
 
 
@@ -138,6 +138,6 @@ def save(state: dict[str, Any], path: Any, model: nn.Module | None = None, **set
 
 
 def load(state: dict[str, Any], path: Any, model: nn.Module | None = None, **settings: Any) -> dict[str, Any]:
-    """The saved state, loaded over a state of the same structure."""
+    """Loads a saved state into `state`, which has the same structure."""
     dcp.load(state, storage_reader=EmbCacheStorageReader(path, model), **settings)
     return state

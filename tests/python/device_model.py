@@ -1,4 +1,4 @@
-"""The CPU as a device with streams of the model: each use of its memory is noted, and when memory that was freed is given away."""
+"""Models the CPU as a device with streams: records each use of its memory, and the reuse of freed memory by others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrec_embcache.triton_kernels import launch
 
 
 class Memory:
-    """The memory of a tensor that the model knows: on the device, where `queue` is the stream that allocated it, or pinned."""
+    """The memory of a tensor: device memory, with the `queue` (stream) that allocated it, or pinned memory."""
 
     def __init__(self, name: str, tensor: torch.Tensor, queue: Queue | None) -> None:
         storage = tensor.untyped_storage()
@@ -27,34 +27,34 @@ class Memory:
         self.queue = queue
         self._storage = StorageWeakRef(storage)
         self._begin, self._bytes = storage.data_ptr(), storage.nbytes()
-        self.told: set[Queue] = set()  # streams of which the allocator was told that they use it
-        self.copies: set[int] = set()  # works that torch knows to copy from pinned memory, or to it
+        self.told: set[Queue] = set()  # streams passed to `record_stream`
+        self.copies: set[int] = set()  # copies from or to pinned memory that torch knows
 
     def has(self, address: int) -> bool:
-        """Whether an address is in it."""
+        """True if the memory contains an address."""
         return self._begin <= address < self._begin + self._bytes
 
     def is_free(self) -> bool:
-        """Whether no tensor and no array has it any more."""
+        """True if no tensor or array refers to it."""
         return self._storage.expired()
 
     def free_after(self) -> set[int]:
-        """The works that are done before torch gives it to somebody else.
+        """The work items that finish before torch reuses the memory.
 
-        That is what was queued on the stream that allocated it and on those that torch was told of, until it was freed. Of pinned
-        memory it is the copies that torch knows of.
+        For device memory: the work queued until it was freed, on the allocating stream and on those passed to `record_stream`. For
+        pinned memory: the copies that torch knows.
         """
         queues = {self.queue, *self.told} if self.queue is not None else set()
         return self.copies.union(*(queue.last() for queue in queues if queue is not None))
 
 
 class Model:
-    """The streams, the memory, and what uses it. The CPU counts as one thread, as if its threads waited for each other."""
+    """The streams, the memory, and its uses. All CPU threads count as one, as if they waited for each other."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.compute, self.other = Queue(self.clock), Queue(self.clock)
-        self.names: list[str] = []  # of all memory that was ever allocated
+        self.names: list[str] = []  # of all memory ever allocated
         self._queues: list[Queue | None] = []
         self._now = [self.compute]
         self._memories: list[Memory] = []
@@ -62,12 +62,12 @@ class Model:
 
     @property
     def now(self) -> Queue:
-        """The caller's stream."""
+        """The current stream of the caller."""
         return self._now[-1]
 
     @contextmanager
     def on(self, queue: Queue) -> Iterator[None]:
-        """Have work queued there meanwhile."""
+        """Makes `queue` the current stream in a `with` block."""
         self._now.append(queue)
         try:
             yield
@@ -85,7 +85,7 @@ class Model:
         return self.now
 
     def device(self, _device: torch.device) -> AbstractContextManager[None]:
-        """Nothing changes, because there is one device."""
+        """Does nothing, because there is one device."""
         return nullcontext()
 
     def stream(self, queue: Queue) -> AbstractContextManager[None]:
@@ -95,7 +95,7 @@ class Model:
     # ---- memory
 
     def allocate(self, name: str, tensor: torch.Tensor, *, pinned: bool = False) -> None:
-        """Note memory that torch gives for a tensor: of the device on the caller's stream, or pinned memory."""
+        """Records the memory that torch allocates for a tensor: device memory on the caller's stream, or pinned memory."""
         with self._lock:
             self.sweep()
             self.names.append(name)
@@ -103,13 +103,13 @@ class Model:
             self._memories.append(Memory(f"{name} {len(self.names)}", tensor, self._queues[-1]))
 
     def allocated_on(self, name: str) -> set[Queue | None]:
-        """The streams on which memory of a name was ever allocated."""
+        """The streams on which memory with this name was ever allocated."""
         return {queue for other, queue in zip(self.names, self._queues, strict=True) if other == name}
 
     def sweep(self) -> None:
-        """Give memory that was freed to somebody else, who writes to it as soon as torch lets them.
+        """Simulates reuse of freed memory: another user writes to it as soon as torch permits.
 
-        They may be so fast on one run and not on another, so nobody else comes after what they waited for.
+        No other work is ordered after that write, because its speed differs between runs.
         """
         with self._lock:
             for memory in [memory for memory in self._memories if memory.is_free()]:
@@ -117,7 +117,7 @@ class Model:
                 self.clock.note(memory.free_after(), memory.name, None, True)
 
     def live(self) -> list[str]:
-        """The names of the memory that is not free."""
+        """The names of the memory in use."""
         self.sweep()
         return [memory.name.rpartition(" ")[0] for memory in self._memories]
 
@@ -127,34 +127,34 @@ class Model:
             return next((memory for memory in self._memories if memory.has(address)), None)
 
     def memory_of(self, tensor: torch.Tensor) -> Memory | None:
-        """The memory of a tensor; None where it is the CPU's and not pinned."""
+        """The memory of a tensor; None for unpinned CPU memory."""
         return self._memory_at(tensor.data_ptr())
 
     # ---- uses
 
     def use(self, tensor: torch.Tensor, slots: list[int] | None, *, writes: bool) -> None:
-        """Note work on the caller's stream that uses rows of a tensor on the device."""
+        """Records work on the caller's stream that uses rows of a device tensor."""
         self.use_address(tensor.data_ptr(), slots, writes=writes)
 
     def use_address(self, address: int, slots: list[int] | None, *, writes: bool) -> None:
-        """Note work on the caller's stream that uses rows of what is at an address."""
+        """Records work on the caller's stream that uses rows of the tensor at an address."""
         with self._lock:
             memory = self._memory_at(address)
             assert memory is not None, "it is on the device"
             self.now.put(memory.name, slots, writes)
 
     def use_if_known(self, tensor: torch.Tensor, slots: list[int], *, writes: bool) -> None:
-        """Do as `use`, if the tensor is on the device. What a batch brings is not: the model does not note it."""
+        """Like `use`, but ignores tensors that are not on the device, such as a batch's inputs."""
         if self.memory_of(tensor) is not None:
             self.use(tensor, slots, writes=writes)
 
     def use_tier(self, tier: DeviceTier, slots: list[int] | None, *, writes: bool) -> None:
-        """Note work on the caller's stream that uses slots of a tier."""
+        """Records work on the caller's stream that uses slots of a tier."""
         for part in parts_of(tier):
             self.use(part, slots, writes=writes)
 
     def use_by_cpu(self, array: np.ndarray[Any, Any], *, writes: bool) -> None:
-        """Note that the CPU reads an array, or writes to it, if that is memory that the model knows."""
+        """Records that the CPU reads or writes an array, if the model knows its memory."""
         with self._lock:
             memory = self._memory_at(array.__array_interface__["data"][0])
             if memory is not None:
@@ -162,7 +162,7 @@ class Model:
                 self.clock.by_cpu(memory.name, writes)
 
     def copied(self, to: torch.Tensor, source: torch.Tensor, *, waits: bool) -> None:
-        """Note a copy. It is queued if it leaves the device or comes to it, and `waits` says whether the CPU waits for it then."""
+        """Records a copy. It is queued if it is from or to the device; if `waits`, the CPU then waits for it."""
         with self._lock:
             uses = [(memory, writes) for of, writes in ((source, False), (to, True)) if (memory := self.memory_of(of))]
             if all(memory.queue is None for memory, _ in uses):
@@ -183,7 +183,7 @@ def parts_of(tier: DeviceTier) -> list[torch.Tensor]:
 
 
 class _Plan:
-    """A plan whose writes to memory that was lent to it are noted."""
+    """A plan whose writes to the caller's staging memory are recorded."""
 
     def __init__(self, model: Model, plan: Any) -> None:
         self._model, self._plan = model, plan
@@ -204,7 +204,7 @@ class _Plan:
 
 
 def install(model: Model, monkeypatch: Any) -> None:
-    """Let the CPU be a device with streams, which are the model's. The code is that for a device that copies by itself."""
+    """Makes the CPU a device with the model's streams, and with asynchronous copies."""
     monkeypatch.setattr(stream_order, "_module_of", lambda _: model)
     _install_copies(model, monkeypatch)
     _install_kernels(model, monkeypatch)
@@ -256,7 +256,7 @@ def _install_copies(model: Model, monkeypatch: Any) -> None:
 
 
 def _install_kernels(model: Model, monkeypatch: Any) -> None:
-    """Note what torch's operators use, and what Triton's kernels do, to which addresses are given."""
+    """Records the memory that torch's operators and the Triton kernels use."""
     select, put, add_up = torch.Tensor.index_select, torch.Tensor.index_copy_, kernels._segment_sum
     pool, read, update = launch.pool_rows, launch.read_sequence, launch.update_rows
 
@@ -285,7 +285,7 @@ def _install_kernels(model: Model, monkeypatch: Any) -> None:
         read(dim, features, *more)
 
     def updated(kind: str, dim: int, tiers: torch.Tensor, numbers: Any, rows: Any, *more: Any, count: int) -> None:
-        if count:  # otherwise the kernel is compiled, and does not run
+        if count:  # otherwise the kernel is only compiled
             for table, addresses in enumerate(tiers.view(-1, 4).tolist()):
                 slots = rows.slots[(rows.tables == table) & (rows.slots >= 0)].tolist()
                 for address in addresses:
@@ -337,7 +337,7 @@ def _install_moves(model: Model, monkeypatch: Any, moves: Any) -> None:
     def gathered(self: Any, tier: DeviceTier, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         model.use_tier(tier, slots.tolist(), writes=False)
         rows = gather(self, tier, slots)
-        for part in rows[: 1 + (tier.scalars is not None)]:  # otherwise torch's scalars are zeros on the CPU
+        for part in rows[: 1 + (tier.scalars is not None)]:  # otherwise the scalars are zeros on the CPU
             model.allocate("gathered", part)
             model.use(part, None, writes=True)
         return rows

@@ -1,18 +1,18 @@
-"""The code blocks of the pages that people read, and how they run.
+"""The code blocks of the documentation, and their execution.
 
-A page is README.md or a file of docs/. Its blocks run in order, in a folder of their own:
+A page is README.md, CONTRIBUTING.md or a file of docs/. Its blocks run in order, in a separate folder:
 
-- A `python` block goes on where the block before it ended. One with `import torch` at its top is a whole program, and starts anew.
+- A `python` block continues the previous one. A block with `import torch` at its top is a complete program in a new namespace.
 - A `bash` block has commands: `embcache ...` and `python FILE ...`.
-- A `text` block is what the block before it prints. If it begins with the name of an error or a warning, it is what that block
-  raises or warns of. `...` stands for any text.
-- A `json`, `toml` or `yaml` block is a file that can be read.
-- A `diff` block shows which names a reader changes. The names and their arguments exist.
+- A `text` block is the output of the previous block. If it starts with the name of an error or a warning, the previous block
+  raises or warns so. `...` matches any text.
+- A `json`, `toml` or `yaml` block is a valid file.
+- A `diff` block shows the names that a reader changes. The names and their arguments must exist.
 
-What a reader need not see lies in an HTML comment before a block:
+An HTML comment before a block has content that readers need not see:
 
-- `<!-- setup` and lines of Python, which run before the block and in its names;
-- `<!-- not run: why -->`, for a block that cannot run here. Its syntax is checked all the same.
+- `<!-- setup` and lines of Python, which run before the block in its namespace;
+- `<!-- not run: why -->`, for a block that cannot run here. Its syntax is still checked.
 """
 
 import ast
@@ -55,9 +55,9 @@ _SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: ([^>]+?) -->\s*\Z")
 _PROGRAM = re.compile(r"((import|from) [^\n]+\n|\n)*import torch\n")
 _COMPLAINT = re.compile(r"(\w+(?:Error|Warning)): ")
-# Budgets of pages are those of real machines.
+# The budgets in the pages are those of real machines.
 _LITTLE_ROOM = "free there: writing will fail"
-# How files are read that a page shows.
+# The parsers of the files that a page shows.
 DATA: dict[str, Callable[[str], object]] = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
 
 
@@ -77,7 +77,7 @@ class Block:
 
 
 def blocks_of(page: str, source: str) -> list[Block]:
-    """The fenced blocks of a page, with what the comments before them say."""
+    """The fenced blocks of a page, with the comments before them."""
     lines, found, number, prose = source.splitlines(), [], 0, 0
     while number < len(lines):
         fence = _FENCE.fullmatch(lines[number])
@@ -107,7 +107,7 @@ def all_blocks() -> dict[str, list[Block]]:
 
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
-    """Leave logging and torch.distributed as they were."""
+    """Restores logging and torch.distributed on exit."""
     names = ["", *(name for name in logging.root.manager.loggerDict if name.startswith("torchrec_embcache"))]
     levels = {name: logging.getLogger(name).level for name in names}
     handlers = {name: list(logging.getLogger(name).handlers) for name in names}
@@ -126,21 +126,21 @@ def _as_before() -> Iterator[None]:
 
 
 class Reader:
-    """Somebody who types the blocks of a page, one after the other, into a shell and an interpreter in `folder`."""
+    """Executes the blocks of a page in order, with a shell and an interpreter in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.names: dict[str, Any] = {}
 
     def start_anew(self) -> None:
-        """End the program, as the interpreter does."""
+        """Ends the program, as the interpreter does."""
         self.names.clear()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def read(self, blocks: list[Block]) -> None:
-        """Run the blocks of a page, and compare what they print, raise and warn of with what the page says."""
+        """Runs the blocks of a page, and compares their output, errors and warnings with the page."""
         with _as_before():
             try:
                 for block, after in zip(blocks, [*blocks[1:], None], strict=True):
@@ -150,7 +150,7 @@ class Reader:
                 self.start_anew()
 
     def one(self, block: Block, told: str | None) -> None:
-        """Run a block whose page says that it gives `told`."""
+        """Runs a block whose expected output is `told`."""
         if block.language == "diff":
             check_diff(block)
         elif block.language in DATA:
@@ -191,16 +191,16 @@ class Reader:
         complaints = [raised] if raised is not None else warned
         assert complaints, f"{block} gives no {expected[1]}"
         said = f"{type(complaints[0]).__name__}: {complaints[0]}\n"
-        # A page breaks a message where its lines end.
+        # A page breaks a message at its line length.
         self.compare(block, told, said)
 
     def execute(self, text: str, block: Block, line: int) -> None:
-        """Run lines of a page, so that a traceback names them."""
+        """Runs lines of a page, so that a traceback shows their line numbers."""
         self.names.setdefault("__name__", "__main__")
         exec(compile("\n" * line + text, str(PAGES.get(block.page, block.page)), "exec"), self.names)
 
     def command(self, words: list[str]) -> str:
-        """What a command prints."""
+        """Runs a command and returns its output."""
         if words[0] == "embcache" or words[:3] == ["python", "-m", "torchrec_embcache"]:
             arguments = words[1:] if words[0] == "embcache" else words[3:]
             printed = io.StringIO()
@@ -227,12 +227,12 @@ class Reader:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The commands of a `bash` block, in words. A backslash goes on in the next line; what follows " #" is a remark."""
+    """The commands of a `bash` block, as words. A backslash continues a line; " #" starts a comment."""
     return [words for line in text.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
 
 
 def check_diff(block: Block) -> None:
-    """Each class that a `diff` block names is there, and takes the arguments that it is given."""
+    """Asserts that the classes named in a `diff` block exist and accept the arguments shown."""
     modules = (torchrec_embcache, torchrec, torchrec.distributed, torchrec.distributed.embeddingbag, torch)
     for line in block.text.splitlines():
         for node in ast.walk(ast.parse(line[1:].strip() if line[:1] in "+- " else line)):

@@ -1,8 +1,8 @@
-"""The files in `tests/fixtures/v1/ssd_tier` and `tests/fixtures/v1/checkpoints`: what is in them, and how they are made.
+"""Generates the files in `tests/fixtures/v1/ssd_tier` and `tests/fixtures/v1/checkpoints`.
 
-`python tests/python/fixture_files.py FOLDER` makes both directories in a folder that is empty. Those of a released format are never
-made again. Rows, slots, metadata and steps are the same each time. Names of checkpoints, their times (`saved_unix_ms`), and what
-depends on either, such as checksums, are not. The `.txt` files beside them are golden vectors, which nothing makes anew.
+`python tests/python/fixture_files.py FOLDER` creates both directories in an empty folder. Fixtures of a released format are never
+regenerated. Rows, slots, metadata and steps are the same each time. Names of checkpoints, their times (`saved_unix_ms`) and
+checksums are not. The `.txt` files next to them are golden vectors, which are never regenerated.
 """
 
 import os
@@ -25,10 +25,10 @@ DIM = 4
 CHECKPOINTS = ("one_rank", "two_ranks", "serving", "blocks")
 #: Rows 0 to 119 are trained once and flushed. Then each third is trained once more, each tenth removed, and the rest flushed.
 TIER_ROWS = {row: 6.0 if row % 3 == 0 else 6.5 for row in range(120) if row % 10}
-#: Ids of a chain of a full checkpoint and a delta. The first ones are trained in step 1, and a sweep takes them; the others stay.
+#: Ids of a chain of a full checkpoint and a delta. `SWEPT_IDS` are trained in step 1 and evicted by a sweep; the others stay.
 SWEPT_IDS = range(1000, 1010)
 CHAIN_IDS = [*EXTREME_IDS, *range(20, 60)]
-#: Ids that came once, and wait for a row.
+#: Pending ids, with one occurrence.
 WAITING_IDS = [5000, 5001]
 
 
@@ -45,9 +45,9 @@ def tier(root: Path, **settings: Any) -> EmbCacheEmbedding:
 
 
 def chained() -> EmbCacheEmbedding:
-    """A table with a slot, a shared row, counts of ids that wait for rows, and times of steps.
+    """A table with an optimizer slot, an OOV row, admission counts and a step clock.
 
-    It has no dense tensors, no shows and clicks, and no more than one shard.
+    It has no dense tensors, no shows and clicks, and one shard.
     """
     return EmbCacheEmbedding(
         name="item",
@@ -62,7 +62,7 @@ def chained() -> EmbCacheEmbedding:
 
 
 def train(table: EmbCacheEmbedding, ids: list[int]) -> None:
-    """One training step."""
+    """Does one training step."""
     table(torch.tensor(ids)).sum().backward()
 
 
@@ -95,7 +95,7 @@ def _make_chain(folder: Path) -> None:
 
 
 def make(folder: Path) -> None:
-    """Make `ssd_tier` and `checkpoints` in `folder`."""
+    """Creates `ssd_tier` and `checkpoints` in `folder`."""
     os.umask(0o027)
     for name in ("ssd_tier/ssd", "ssd_tier/linked", *(f"checkpoints/{name}" for name in CHECKPOINTS)):
         (folder / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What the tests of admission and of eviction share: a small table, its budgets, a model of eviction, and every way to save."""
+"""Helpers of the admission and eviction tests: a small table, its budgets, a model of eviction, and every way to save."""
 
 import math
 import random
@@ -22,12 +22,12 @@ from torchrec_embcache.serialize import BlockLoader, BlockSaver
 DIM = 4
 TIERS = TierBudgets(host_bytes="4MiB")
 HALF_LIFE = 3
-# Ways to save and load a table. "blocks" is one more, and Megatron's and Lightning's use `Saver`.
+# Methods to save and load a table. "blocks" is another one; Megatron and Lightning use `Saver`.
 DOORS = ["full", "delta", "async", "async delta", "linked", "dcp", "compact"]
 
 
 def embedding(**settings: Any) -> EmbCacheEmbedding:
-    """A small table, whose settings can all be given."""
+    """A small table. Every setting can be overridden."""
     defaults = {
         "name": "item",
         "embedding_dim": DIM,
@@ -40,19 +40,19 @@ def embedding(**settings: Any) -> EmbCacheEmbedding:
 
 
 def budgets(tiers: str, folder: Path) -> TierBudgets:
-    """Budgets for tables of some hundred rows: all in RAM, most of them on SSD, or with a device tier of CPU tensors."""
+    """Budgets for tables of a few hundred rows: all in RAM, most of them on SSD, or with a device tier of CPU tensors."""
     if tiers == "ssd":
         return ssd_tiers(folder, host_bytes="4KiB", ssd_bytes="64MiB")
     return {"ram": TIERS, "device": TierBudgets(host_bytes="1MiB", device_bytes="16KiB")}[tiers]
 
 
 def update(out: torch.Tensor) -> None:
-    """A training step from the forward's result."""
+    """Does a training step from the forward's result."""
     (out * out + out).sum().backward()
 
 
 def random_ids(dice: random.Random, count: int) -> list[int]:
-    """Some ids come often and most come once."""
+    """Ids of which some are frequent and most occur once."""
     return [dice.randrange(6) if dice.random() < 0.3 else dice.randrange(-(2**63), 2**63) for _ in range(count)]
 
 
@@ -66,30 +66,30 @@ def features(ids: list[int], clicks: list[float] | None) -> KeyedJaggedTensor:
 
 
 class Ahead:
-    """Prefetches the batches of a program, so many ahead of the one that is trained."""
+    """Prefetches the batches of a program, `lookahead` batches before each is trained."""
 
     def __init__(self, table: EmbCacheEmbedding, steps: list[list[int]], lookahead: int) -> None:
         self._table, self._steps, self._lookahead = table, steps, lookahead
         self._next = 0
 
     def of(self, place: int) -> None:
-        """Prefetch what is to be prefetched before the step at this place."""
+        """Prefetches the batches that are due before the step at this position."""
         if self._lookahead and place + self._lookahead < len(self._steps):
             for ahead in range(self._next, place + self._lookahead + 1):
                 self._table.prefetch(torch.tensor(self._steps[ahead]))
             self._next = place + self._lookahead + 1
 
     def forget(self, place: int) -> None:
-        """Forget what was prefetched, as before a forward of other ids than those of the step at this place."""
+        """Drops the prefetched batches, as before a forward of other ids than those of the step at this position."""
         self._table._group.drop_prefetched()
         self._next = place
 
 
 def save_by(door: str, model: nn.Module, path: Path) -> Any:
-    """Save `model` to `path` by one of `DOORS`, or by "blocks".
+    """Saves `model` to `path` by one of `DOORS`, or by "blocks".
 
-    Returns the future of a save beside training, which is still to be waited for.
-    A delta, and what is compacted, builds on a save that was made there before.
+    Returns the future of an asynchronous save, for which the caller waits.
+    "delta" and "compact" require an earlier save in `path`.
     """
     saver = Saver(0)
     if door == "dcp":
@@ -107,7 +107,7 @@ def save_by(door: str, model: nn.Module, path: Path) -> Any:
 
 
 def load_by(door: str, model: nn.Module, path: Path) -> None:
-    """Load what `save_by` saved."""
+    """Loads a save of `save_by`."""
     if door == "dcp":
         dcp_cases.load(dcp_cases.blank(dcp_cases.dense_state()), path, model)
     elif door == "blocks":
@@ -116,11 +116,11 @@ def load_by(door: str, model: nn.Module, path: Path) -> None:
         Saver(0).load(model, path)
 
 
-# ---- a model of eviction: what the documentation says of a sweep, row by row
+# ---- a model of eviction: the documented rules, row by row
 
 
 def factor(parts: int) -> float:
-    """2^(-parts / 1024) in float64, of roots and products in the documented order."""
+    """2^(-parts / 1024) in float64, from roots and products in the documented order."""
     product, root = 1.0, 0.5
     for bit in (512, 256, 128, 64, 32, 16, 8, 4, 2, 1):
         root = root**0.5
@@ -140,7 +140,7 @@ def decayed(score: float, last_step: int, step: int, half_life: int) -> float:
 
 
 def takes(rule: eviction.Rule, row: dict[str, Any], step: int, half_life: int = HALF_LIFE) -> bool:
-    """Whether a sweep after `step` takes a row by this rule."""
+    """True if a sweep after `step` evicts a row by this rule."""
     if isinstance(rule, All):
         return all(takes(each, row, step, half_life) for each in rule.rules)
     if isinstance(rule, Ttl):
@@ -151,7 +151,7 @@ def takes(rule: eviction.Rule, row: dict[str, Any], step: int, half_life: int = 
 
 
 def lowest_first(rows: dict[int, dict[str, Any]], step: int, half_life: int = HALF_LIFE) -> list[int]:
-    """The ids in the order in which `Keep` and `Share` take them."""
+    """The ids in eviction order."""
 
     def key(row_id: int) -> tuple[float, int, int]:
         score, last_step = rows[row_id]["score"], rows[row_id]["last_step"]
@@ -163,7 +163,7 @@ def lowest_first(rows: dict[int, dict[str, Any]], step: int, half_life: int = HA
 def taken(
     policy: Policy, rows: dict[int, dict[str, Any]], step: int, *, shared: bool = False, half_life: int = HALF_LIFE
 ) -> set[int]:
-    """The ids that a sweep after `step` takes; `shared`: a sweep of just these rows has taken its share."""
+    """The ids that a sweep after `step` evicts. If `shared`, an earlier sweep of exactly these rows has evicted its `Share`."""
     order = lowest_first(rows, step, half_life)
 
     def by(rule: eviction.Rule) -> set[int]:
@@ -180,7 +180,7 @@ def taken(
 
 
 class Expected:
-    """A table without eviction, from which the rows are removed that a sweep takes as the model says."""
+    """A table without eviction, from which the rows that the model evicts are removed."""
 
     def __init__(self, policy: Policy, **settings: Any) -> None:
         self.policy = policy
@@ -216,11 +216,11 @@ class Expected:
             return self.table(torch.tensor(ids))
 
     def is_same(self, table: EmbCacheEmbedding) -> bool:
-        """Whether every bit of every row is the same. It finishes what is under way."""
+        """True if the rows are bitwise identical. Finishes a sweep in progress."""
         return Contents.of(table) == Contents.of(self.table) and len(table) == len(self.table)
 
 
 def come_again(dice: random.Random, count: int) -> list[int]:
-    """Ids of which some come often, some come again after a while, and some never."""
+    """Ids of which some are frequent, some occur again after a while, and some occur once."""
     pools = [lambda: dice.randrange(6), lambda: dice.randrange(6, 90), lambda: dice.randrange(-(2**63), 2**63)]
     return [dice.choice(pools)() for _ in range(count)]

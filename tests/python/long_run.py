@@ -1,6 +1,6 @@
-"""A run of 2,000 steps of a model whose rows come and go, and a dict that says what is in its tables after each step.
+"""A run of 2,000 steps of a model with admission and eviction, and a reference dict of its rows after each step.
 
-All weights are multiples of a half and small, so that every sum of them is exact in any order: the dict has the bits of any ranks.
+All weights are small multiples of a half, so that every sum of them is exact in any order, for any number of ranks.
 """
 
 import random
@@ -38,14 +38,14 @@ POLICIES = {
     "old": eviction.Policy([eviction.Ttl(steps=240)], every_steps=40),
     "seldom": eviction.Policy([eviction.All([eviction.Ttl(steps=30), eviction.Score(below=1.5)])]),
 }
-# Many rows come in after one step, and leave together in a later sweep, which takes the time of several batches.
+# Many rows are imported after one step, and evicted together by a later sweep, which lasts several batches.
 IMPORTED, IMPORTED_AT = range(10**9, 10**9 + 30_000), 1000
 # One step after that sweep.
 KILLED_AT = 1241
 
 
 def batch(step: int) -> tuple[dict[str, list[list[int]]], list[int]]:
-    """The ids of each table's feature and the gradient, for each sample of the step with this number. The same in every process."""
+    """The ids of each table's feature, and the gradient, for each sample of a step. Identical in every process."""
     dice = random.Random(step)
     pools = [
         lambda: dice.randrange(6),
@@ -62,7 +62,7 @@ def batch(step: int) -> tuple[dict[str, list[list[int]]], list[int]]:
 
 
 def after(step: int) -> list[str]:
-    """What is done after a step, in this order."""
+    """The operations after a step, in order."""
     done = {
         "import": step == IMPORTED_AT,
         "evict": step % 170 == 0,
@@ -75,11 +75,11 @@ def after(step: int) -> list[str]:
     return [what for what, is_now in done.items() if is_now]
 
 
-# ---- the dict
+# ---- the reference
 
 
 class Table:
-    """The rows of one table and the counts of the ids that wait for one."""
+    """The rows of one table and the counts of its pending ids."""
 
     def __init__(self, policy: eviction.Policy, half_life: int = HALF_LIFE) -> None:
         self.policy, self.half_life = policy, half_life
@@ -89,11 +89,11 @@ class Table:
         self._as_swept = False
 
     def read(self, samples: list[list[int]]) -> list[float]:
-        """What each sample reads in every column, if none of its ids gets a row by it."""
+        """The value that each sample reads in every column, without inserting rows."""
         return [sum(float(self.rows[i]["weights"][0]) for i in ids if i in self.rows) for ids in samples]
 
     def train(self, step: int, samples: list[list[int]], gradients: list[int]) -> list[float]:
-        """Do a step. Returns what each sample reads in every column."""
+        """Does a step. Returns the value that each sample reads in every column."""
         occurrences = Counter(row_id for ids in samples for row_id in ids)
         for row_id, count in occurrences.items():
             if row_id not in self.rows:
@@ -121,10 +121,10 @@ class Table:
 
 
 class Expected:
-    """The tables of one uninterrupted rank."""
+    """The tables of one uninterrupted rank, as reference."""
 
     def __init__(self, step: int = 0) -> None:
-        """As they are after a step and what follows it."""
+        """Creates the tables as they are after a step and its operations."""
         self.tables = {name: Table(policy) for name, policy in POLICIES.items()}
         self.step = 0
         while self.step < step:
@@ -132,7 +132,7 @@ class Expected:
             self.after()
 
     def train(self) -> list[float]:
-        """Do the next step. Returns what its samples read of both tables together, for each sample."""
+        """Does the next step. Returns the sum that each sample reads from both tables."""
         self.step += 1
         ids, gradients = batch(self.step)
         read = [table.train(self.step, ids[name], gradients) for name, table in self.tables.items()]
@@ -142,7 +142,7 @@ class Expected:
         return [sum(of_tables) for of_tables in zip(*read, strict=True)]
 
     def after(self) -> None:
-        """Do what is done after the step, as far as rows leave or come by it."""
+        """Does the operations after the step that add or evict rows."""
         for what in after(self.step):
             if what == "import":
                 new = {"weights": [np.float32(2)] * DIM, "count": 3, "last_step": self.step, "score": 5.0}
@@ -152,7 +152,7 @@ class Expected:
                     table.sweep(self.step)
 
     def rows(self) -> dict[tuple[str, int], tuple[Any, ...]]:
-        """Every row as `rows_of` has it."""
+        """Every row, in the form of `rows_of`."""
         return {
             (name, row_id): (row["weights"], row["count"], row["last_step"], row["score"])
             for name, table in self.tables.items()
@@ -164,7 +164,7 @@ class Expected:
 
 
 class Model(nn.Module):
-    """Two tables of which most rows are on SSD where there is a folder for it, else in RAM and without eviction."""
+    """Two tables. With a folder most rows are on SSD; without one they are in RAM, and eviction is off."""
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def features_of(ids: dict[str, list[list[int]]], keys: Iterable[str] = POLICIES)
 
 
 class Run:
-    """One of several ranks, which does the steps and compares what it reads with the dict."""
+    """One of several ranks, which does the steps and compares its outputs with the reference."""
 
     def __init__(self, rank: int, world: int, folder: Path, place: str) -> None:
         self.rank, self.world, self.saved = rank, world, folder / "saved"
@@ -217,13 +217,13 @@ class Run:
         self._beside: Future[SaveReport] | None = None
 
     def load(self) -> None:
-        """Go on from the newest checkpoint."""
+        """Loads the latest checkpoint."""
         Saver().load(self.model, self.saved)
         (step,) = {table.stats().step for table in self.tables.values()}
         self.expected = Expected(step)
 
     def train(self) -> None:
-        """Do a step."""
+        """Does a step."""
         expected = self.expected.train()
         ids, gradients = batch(self.expected.step)
         share = SAMPLES // self.world
@@ -235,7 +235,7 @@ class Run:
         (out.sum(1) * torch.tensor(gradients[mine]) * self.world).sum().backward()
 
     def after(self) -> None:
-        """Do what is done after the step."""
+        """Does the operations after the step."""
         for what in after(self.expected.step):
             if what == "import":
                 mine = torch.tensor(IMPORTED[self.rank :: self.world])
@@ -256,7 +256,7 @@ class Run:
         self.expected.after()
 
     def wait(self) -> None:
-        """Wait for the save beside training."""
+        """Waits for the asynchronous save."""
         if self._beside is not None:
             self.saves.append(f"{self._beside.result().kind} beside")
             self._beside = None
@@ -269,7 +269,7 @@ class Run:
 
 
 def rows_of(tables: Any) -> dict[tuple[str, int], tuple[Any, ...]]:
-    """Every row of this rank: its weights, count, last step and score, by table and id."""
+    """Every row of this rank by (table, id): weights, count, last step and score."""
     found: dict[tuple[str, int], tuple[Any, ...]] = {}
     for name, table in tables.items():
         for chunk in table.export():
@@ -282,7 +282,7 @@ def rows_of(tables: Any) -> dict[tuple[str, int], tuple[Any, ...]]:
 
 
 def counts_of(model: Model, waiting: dict[str, list[int]]) -> dict[str, Counter[int]]:
-    """The counts of ids that have no row, by table, in a model in RAM. One whose count is c gets its row in step THRESHOLD - c."""
+    """The counts of pending ids by table, in a model in RAM. An id with count c gets its row in step THRESHOLD - c."""
     (module,) = cache_modules(model).values()
     found: dict[str, Counter[int]] = {name: Counter() for name in waiting}
     before = set(rows_of(module.tables))

@@ -1,4 +1,4 @@
-"""What the tests of serving share: a small table that is saved, and how it is asked."""
+"""Helpers of the serving tests: a small saved table, and reads of it."""
 
 import contextlib
 from collections.abc import Callable
@@ -29,14 +29,14 @@ def served(version: serving.Version, ids: list[int]) -> Rows:
 
 
 def two_saves(ckpt: Path) -> tuple[EmbCacheEmbedding, Saver, str]:
-    """A table of the rows 1 to 9, whose weights are their ids, that was saved."""
+    """A saved table with rows 1 to 9, whose weights equal their ids."""
     table, saver = embedding(), Saver(0)
     table.import_rows(list(range(1, 10)), [[float(row_id)] * 4 for row_id in range(1, 10)])
     return table, saver, saver.save(table, ckpt, keep=5).checkpoint
 
 
 def publish(table: EmbCacheEmbedding, saver: Saver, ckpt: Path, value: float, *, full: bool = False) -> str:
-    """Save the row 1 with another value."""
+    """Saves row 1 with another value."""
     table.import_rows([1], [[value] * 4])
     return saver.save(table, ckpt, incremental=not full, keep=5, full_every=None).checkpoint
 
@@ -46,7 +46,7 @@ def value_of(version: serving.Version, row_id: int = 1) -> float:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Ask until it holds."""
+    """Polls until `holds()` is true."""
     for _ in range(10_000_000):
         if holds():
             return
@@ -56,20 +56,20 @@ def until(holds: Callable[[], bool]) -> None:
 def threads() -> list[str]:
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             names.append((task / "comm").read_text().strip())
     return names
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
-    """What a command says."""
+    """The output of a command."""
     assert main([str(argument) for argument in arguments]) == status
     said = capsys.readouterr()
     return said.out + said.err
 
 
 def convert(capsys: pytest.CaptureFixture[str], ckpt: Path, precision: str, to: str = "served") -> Path:
-    """Convert the newest checkpoint. Returns where it is."""
+    """Converts the latest checkpoint. Returns the path of the result."""
     target = ckpt.parent / to
     command(capsys, "convert", ckpt, target, "--to", "serving", "--precision", precision)
     return target

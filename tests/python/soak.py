@@ -1,6 +1,6 @@
-"""The operations of the soak, the rows after each of them by numpy alone, and the process that does them until it is killed.
+"""The operations of the soak, a numpy model of the rows after each of them, and the process that does them until it is killed.
 
-Every operation comes from a seed. So the parent of a process that was killed knows which rows each flush and each save held.
+All operations follow from a seed, so the parent of a killed process knows the rows of each flush and each save.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from torchrec_embcache.saver import Saver
 DIM = 8
 INITIAL = np.float32(1.0)
 LEARNING_RATE = np.float32(0.5)
-# The number of ids of each table. All columns of a row get the same gradient and stay equal, so two floats identify a row.
+# Number of ids of each table. All columns of a row get the same gradient and stay equal, so two floats describe a row.
 IDS = {"plain": 5000, "device": 3000, "ram": 1000}
 BUDGETS = {
     "plain": {"host_bytes": "64KiB", "ssd_bytes": "8MiB"},
     "device": {"host_bytes": "64KiB", "device_bytes": "32KiB", "ssd_bytes": "8MiB"},
     "ram": {"host_bytes": "4MiB"},
 }
-# The operations, and how often each occurs among some ninety.
+# The operations and their relative frequencies.
 OFTEN = {
     "train": 40,
     "prefetch": 5,
@@ -56,13 +56,13 @@ OFTEN = {
 SAVES = ("save", "delta", "async", "linked")
 CHANGES = ("train", "prefetch", "import", "remove")
 
-# For each table the weight and the sum of squares of each id: [ids, 2] float32, NaN where there is no row.
+# For each table the weight and the sum of squares of each id: [ids, 2] float32, NaN for missing ids.
 Rows = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation. `values` are gradients of occurrences, or weights to import, one for each id."""
+    """One operation. `values` are gradients of occurrences, or weights to import, one per id."""
 
     number: int
     what: str
@@ -73,7 +73,7 @@ class Operation:
 
 
 def operations(seed: int) -> Iterator[Operation]:
-    """The operations of a process with this seed, without an end."""
+    """The infinite sequence of operations of a process with this seed."""
     draw = np.random.default_rng(seed)
     share = np.array(list(OFTEN.values())) / sum(OFTEN.values())
     for number in itertools.count():
@@ -100,7 +100,7 @@ def same(one: Rows, other: Rows, tables: tuple[str, ...] = tuple(IDS)) -> bool:
 
 
 def apply(rows: Rows, operation: Operation) -> None:
-    """Do the operation to the model."""
+    """Applies the operation to the model."""
     values = rows[operation.table]
     if operation.what == "import":
         values[operation.ids] = np.stack([operation.values, np.zeros_like(operation.values)], axis=1)
@@ -131,7 +131,7 @@ def _step(values: np.ndarray, operation: Operation) -> None:
 
 
 class Tables(nn.Module):
-    """One table on SSD, one with a device tier too, and one in RAM, each with another optimizer."""
+    """One table on SSD, one with an additional device tier, and one in RAM, each with another optimizer."""
 
     def __init__(self, ssd: Path, reopen: str) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Tables(nn.Module):
         return getattr(self, table)
 
     def rows(self) -> Rows:
-        """Every row. Each must be whole, come once, and be counted."""
+        """Every row. Asserts that each is consistent, exported once, and counted."""
         found = no_rows()
         for table, values in found.items():
             for chunk in self.bag(table).export(512):
@@ -176,7 +176,7 @@ class Tables(nn.Module):
 
 
 class Process:
-    """The part that runs in a process of its own, below `folder`. The parent reads `notes`."""
+    """The child process, which works below `folder`. The parent reads `notes`."""
 
     def __init__(self, say: Callable[[tuple[str, int, int]], None], folder: Path, notes: Path) -> None:
         self._say, self._folder, self._notes = say, folder, notes
@@ -185,17 +185,17 @@ class Process:
         self._saving: tuple[Future[Any], int] | None = None
 
     def say(self, what: str, number: int = 0) -> None:
-        """Send one word to the parent, with the number of rows that were compared since the last word."""
+        """Sends a message to the parent, with the number of rows compared since the previous message."""
         self._say((what, number, self._compared))
         self._compared = 0
 
     def note(self, what: str, rows: Rows) -> None:
-        """Send all rows to the parent."""
+        """Sends all rows to the parent."""
         np.savez(self._notes / f"{what}.npz", **rows)
         self.say(what)
 
     def start(self, load: bool) -> None:
-        """Report what a load finds, then what the tables resume. With `load` the tables start anew, and load."""
+        """Reports the rows of a load, then the resumed rows. With `load` the tables start empty and load a checkpoint."""
         if (self._checkpoints / "LATEST").exists():
             self.note("loaded", self._load_beside(self._checkpoints))
             self.tables = Tables(self._folder / "ssd", "discard" if load else "auto")
@@ -208,7 +208,7 @@ class Process:
         self.note("begun from the load" if load else "resumed", self.model)
 
     def _load_beside(self, checkpoints: Path) -> Rows:
-        """The rows of a checkpoint. A linked checkpoint is loaded into tables with an SSD tier."""
+        """The rows of a checkpoint, loaded into separate tables with an SSD tier, as linked checkpoints require."""
         beside = self._folder / "beside"
         shutil.rmtree(beside, ignore_errors=True)
         tables = Tables(beside, "discard")
@@ -219,7 +219,7 @@ class Process:
         return rows
 
     def run(self, seed: int, may_fill: bool) -> None:
-        """Do operations until one of them is the end, or the disk is full."""
+        """Does operations until the operation "end", or until the disk is full."""
         for operation in operations(seed):
             if operation.what in ("fill", "empty"):
                 if may_fill:
@@ -267,7 +267,7 @@ class Process:
             self._finish()
             self._compare("the end")
             self._flush(operation.number)
-            # Nothing changed since the flush, so closing publishes the same state of each table.
+            # Nothing has changed since the flush, so closing publishes the same state of each table.
             self.tables.close()
 
     def _read(self, operation: Operation) -> None:
@@ -308,14 +308,14 @@ class Process:
         self.say("save done", operation.number)
 
     def _finish(self) -> None:
-        """Wait for the save beside training, if one is running."""
+        """Waits for the asynchronous save, if one is running."""
         if self._saving is not None:
             (saving, number), self._saving = self._saving, None
             saving.result()
             self.say("save done", number)
 
     def _ballast(self, operation: Operation) -> None:
-        """Fill the disk except for a little, or make room again."""
+        """Fills the disk except for a few bytes, or frees the space."""
         ballast = self._folder / "ballast"
         if operation.what == "empty":
             ballast.unlink(missing_ok=True)
@@ -324,12 +324,13 @@ class Process:
         spare = [0, 200_000, 1_000_000, 2_000_000][operation.keep]
         size = disk.f_bfree * disk.f_frsize - spare
         if size > 0:
-            with ballast.open("ab") as file, contextlib.suppress(OSError):  # now it is as full as it gets
+            with ballast.open("ab") as file, contextlib.suppress(OSError):  # the disk is full
                 os.posix_fallocate(file.fileno(), file.tell(), size)
 
     def _refused(self, operation: Operation) -> None:
-        """Check, after an error of a full disk, that the operation was done in full or not at all. The process ends where tables
-        can only be read now.
+        """Asserts, after an error of a full disk, that the operation was done completely or not at all.
+
+        Ends the process if a table is read-only.
         """
         found = self.tables.rows()
         after = copied(self.model)
@@ -342,21 +343,20 @@ class Process:
         if not any(shard_of(self.tables.bag(table).table).native.is_read_only() for table in IDS):
             return
         (self._folder / "ballast").unlink(missing_ok=True)
-        with contextlib.suppress(StorageError):  # that save met the full disk too
+        with contextlib.suppress(StorageError):  # the disk was full for that save too
             self._finish()
         elsewhere = self._notes / "elsewhere"
         shutil.rmtree(elsewhere, ignore_errors=True)
         Saver(0).save(self.tables, elsewhere)
         saved = self._load_beside(elsewhere)
         assert same(saved, found), f"saved elsewhere: {difference(saved, found)}"
-        # Drop the tables without the flush of each that dropping makes. The tables that can still write would get ahead of the
-        # others.
+        # Exit without the flushes at process exit: writable tables would get ahead of the read-only ones.
         self.say("ended")
         os._exit(0)
 
 
 def difference(found: Rows, expected: Rows) -> str:
-    """The first ids that differ, for a message."""
+    """Describes the first ids that differ."""
     said = []
     for table, values in found.items():
         other = expected[table]
@@ -370,7 +370,7 @@ def difference(found: Rows, expected: Rows) -> str:
 def soak(
     say: Callable[[tuple[str, int, int]], None], folder: str, notes: str, seed: int, load: bool, may_fill: bool
 ) -> None:
-    """A process of the soak. It reports what is wrong, whatever happens to the process."""
+    """Runs a process of the soak. It reports every failed assertion."""
     warnings.simplefilter("ignore")
     process = Process(say, Path(folder), Path(notes))
     try:

@@ -1,10 +1,10 @@
-"""A model of streams: what is queued on them, and for each piece of work those that are sure to be done before it."""
+"""A model of streams: their queued work, and for each work item the items that always finish before it."""
 
 from collections.abc import Collection, Hashable
 
 
 class Event:
-    """A point in a queue: the last work that was queued before it."""
+    """A point in a queue: the last work item queued before it."""
 
     def __init__(self, queue: "Queue", work: list[int]) -> None:
         self.queue = queue
@@ -12,42 +12,42 @@ class Event:
         self.is_done = False
 
     def query(self) -> bool:
-        """Whether the test says that it is done."""
+        """True if the test has marked it as done."""
         if self.is_done:
             self.synchronize()
         return self.is_done
 
     def synchronize(self) -> None:
-        """What is queued anywhere from now on comes after it, because the CPU has waited."""
+        """Orders all work that is queued later, on any queue, after this event, because the CPU has waited for it."""
         self.queue.clock.done.update(work for last in self.work for work in {last, *self.queue.clock.before[last]})
 
 
 class Clock:
-    """The work of all queues and of the CPU, in the order in which it was queued or done."""
+    """The work of all queues and of the CPU, in the order of queueing or execution."""
 
     def __init__(self) -> None:
-        # For each work, what is sure to be done before it: directly or not.
+        # For each work item, all items that always finish before it.
         self.before: list[set[int]] = []
-        # For each work: what it uses, and whether it writes that.
+        # For each work item: the memory, its slots, and True if it writes them.
         self.uses: list[tuple[Hashable, frozenset[int] | None, bool]] = []
-        # What the CPU has waited for, and what it has done itself.
+        # The work that the CPU has waited for or done itself.
         self.done: set[int] = set()
 
     def note(self, after: set[int], memory: Hashable, slots: Collection[int] | None, writes: bool) -> int:
-        """Note a piece of work that comes after others, and after all that the CPU has waited for. Returns its number.
+        """Records a work item that runs after the items `after` and after all that the CPU has waited for. Returns its number.
 
-        It uses slots of some memory; None stands for all slots.
+        It uses `slots` of `memory`; None means all slots.
         """
         self.before.append(after.union(self.done, *(self.before[work] for work in after)))
         self.uses.append((memory, None if slots is None else frozenset(slots), writes))
         return len(self.uses) - 1
 
     def by_cpu(self, memory: Hashable, writes: bool) -> None:
-        """Note that the CPU uses some memory now. What is queued from now on comes after that."""
+        """Records that the CPU uses some memory. Work that is queued later runs after that."""
         self.done.add(self.note(set(), memory, None, writes))
 
     def races(self) -> list[tuple[int, int]]:
-        """Pairs of works that use the same slots of the same memory, one of them to write, and that may run in either order."""
+        """Pairs of unordered work items that use the same slots of the same memory, at least one of them for writing."""
         return [
             (first, second)
             for second, (memory, slots, writes) in enumerate(self.uses)
@@ -60,7 +60,7 @@ class Clock:
 
 
 class Queue:
-    """A stream of the model."""
+    """A stream."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -80,10 +80,10 @@ class Queue:
         return Event(self, self.queued[-1:])
 
     def last(self) -> set[int]:
-        """What is done when all is done that was queued here until now."""
+        """The work items that finish last among all that was queued here."""
         return {*self.queued[-1:], *self.waits}
 
     def put(self, memory: Hashable, slots: Collection[int] | None, writes: bool) -> int:
-        """Queue a piece of work that uses slots of some memory; None stands for all slots. Returns its number."""
+        """Queues a work item that uses `slots` of `memory`; None means all slots. Returns its number."""
         self.queued.append(self.clock.note(self.last(), memory, slots, writes))
         return self.queued[-1]

@@ -1,4 +1,4 @@
-"""Tables, batches and runs that several test files share."""
+"""Tables, batches and training loops shared by tests."""
 
 import os
 import random
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
 
-# The device of tests that `make test-cuda` runs on a GPU, and the kernels that run there.
+# Device and kernel backends of the tests that `make test-cuda` runs on a GPU.
 DEVICE = torch.device("cuda:0" if os.environ.get("EMBCACHE_TEST_CUDA") == "1" else "cpu")
 KERNELS = ["torch", "triton"] if DEVICE.type == "cuda" else ["core", "torch", "triton"]
 AMPLE = TierBudgets(host_bytes="16MiB")
@@ -31,7 +31,7 @@ Bags = list[list[int]]
 
 
 def make_bag(**settings) -> EmbCacheEmbeddingBag:
-    """A small table, whose settings can all be given."""
+    """A small table. Every setting can be overridden."""
     defaults = {
         "name": "item",
         "embedding_dim": 4,
@@ -45,7 +45,7 @@ def make_bag(**settings) -> EmbCacheEmbeddingBag:
 
 
 def bucket_of(row_id: int, total_num_buckets: int) -> int:
-    """The bucket of an id by the documented rule, written a second time here: SplitMix64's finaliser, then the remainder."""
+    """The bucket of an id, as a second implementation of the documented rule: SplitMix64's finalizer, then the remainder."""
     mask = (1 << 64) - 1
     mixed = row_id & mask
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
@@ -64,12 +64,12 @@ def jagged(bags: Bags) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bags_strategy(ids: Sequence[int] = (*EXTREME_IDS, *range(2, 14))) -> st.SearchStrategy[Bags]:
-    """One batch with empty bags, duplicate ids and extreme ids."""
+    """A strategy for one batch with empty bags, duplicate ids and extreme ids."""
     return st.lists(st.lists(st.sampled_from(ids), max_size=5), min_size=1, max_size=5)
 
 
 def random_batches(count: int, bags: int, ids: int, seed: int = 0) -> list[Bags]:
-    """Batches over `ids` ids. They are skewed, and have extreme ids, empty bags and duplicates."""
+    """Skewed batches over `ids` ids, with extreme ids, empty bags and duplicates."""
     rng = random.Random(seed)
     pool = [*EXTREME_IDS, *(rng.randrange(-(2**63), 2**63) for _ in range(ids - len(EXTREME_IDS)))]
     return [
@@ -79,17 +79,17 @@ def random_batches(count: int, bags: int, ids: int, seed: int = 0) -> list[Bags]
 
 
 def step(module: EmbCacheEmbeddingBag, bags: Bags, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Do one training step with a gradient that depends on the output. Returns the output."""
+    """Does one training step with a gradient that depends on the output. Returns the output."""
     ids, offsets = jagged(bags)
     out = module(ids, offsets, per_sample_weights=weights)
-    # It is computed on the CPU. A GPU multiplies by the inverse of a divisor.
+    # Computed on the CPU, because a GPU multiplies by the inverse of a divisor.
     scale = (torch.arange(1, out.numel() + 1, dtype=torch.float32) / out.numel()).view(out.shape).to(out.device)
     (out * scale + out * out).sum().backward()
     return out.detach()
 
 
 def train(module: EmbCacheEmbeddingBag, batches: Sequence[Bags], lookahead: int = 0) -> list[torch.Tensor]:
-    """Train on every batch, and prefetch `lookahead` batches ahead. Returns the outputs."""
+    """Trains on every batch, with prefetches `lookahead` batches ahead. Returns the outputs."""
     outs = []
     for place, bags in enumerate(batches):
         for ahead in range(place if place == 0 else place + lookahead, min(place + lookahead + 1, len(batches))):
@@ -122,6 +122,6 @@ class Contents:
 
 
 def ssd_tiers(directory: Path, **budgets) -> TierBudgets:
-    """Budgets with an SSD tier below `directory`, whose permissions are made private."""
+    """Budgets with an SSD tier below `directory`, which is created with mode 0700."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return TierBudgets(**{"host_bytes": "64KiB", "ssd_bytes": "64MiB", "ssd_dir": directory, **budgets})

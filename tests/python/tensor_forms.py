@@ -1,4 +1,4 @@
-"""Forms in which the same numbers can be in memory: strides, slices, expanded and negated views, other byte orders and types."""
+"""Memory layouts of the same values: strides, slices, expanded and negated views, other byte orders and types."""
 
 import random
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: Gives the same numbers in some form; `narrow` allows int32 for int64.
+#: Returns the same values in some layout; `narrow` allows int32 for int64.
 Shape = Callable[..., Any]
 
 
@@ -20,7 +20,7 @@ def plain(tensor: Tensor, *, narrow: bool = False) -> Tensor:
 
 
 def _junk(tensor: Tensor) -> Tensor:
-    """Numbers of the tensor's shape that spoil every result they come into."""
+    """Values of the tensor's shape that spoil every result that they enter."""
     if tensor.dtype == torch.bool:
         return torch.ones_like(tensor)
     if tensor.is_floating_point() or tensor.is_complex():
@@ -45,18 +45,18 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 def _expanded(tensor: Tensor) -> Tensor:
-    """A view of the first entry, where all are alike."""
+    """A view of the first entry if all entries are equal, else a copy."""
     is_alike = len(tensor) > 0 and bool((tensor == tensor[:1]).all())
     return tensor[:1].clone().expand(tensor.shape) if is_alike else tensor.clone()
 
 
 def _odd_stride(tensor: Tensor) -> Tensor:
-    """A view of one element with a stride that is never used."""
+    """A view of one element with an unused stride."""
     return tensor.clone().as_strided(tensor.shape, [7] * tensor.dim()) if tensor.numel() == 1 else tensor.clone()
 
 
 def _negated(tensor: Tensor) -> Tensor:
-    """A view whose sign is changed when it is read."""
+    """A view with torch's negative bit."""
     if tensor.dtype not in (torch.float32, torch.float64):
         return tensor.clone()
     return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
@@ -70,7 +70,7 @@ _FORMS = [_slice, _column, _steps, _transposed, *[_expanded, _odd_stride, _conju
 
 
 def shaper(dice: random.Random) -> Shape:
-    """Gives tensors a form each by chance."""
+    """Returns a function that puts a tensor into a random layout."""
 
     def shape(tensor: Tensor, *, narrow: bool = False) -> Tensor:
         fits = tensor.numel() == 0 or (int(tensor.min()) >= -(2**31) and int(tensor.max()) < 2**31) if narrow else False
@@ -85,13 +85,13 @@ def shaper(dice: random.Random) -> Shape:
 
 
 def placer(dice: random.Random) -> Callable[[Tensor], Tensor]:
-    """Gives tensors a form each by chance in which they can be written."""
+    """Returns a function that puts a tensor into a random writable layout."""
     forms = [_slice, _column, _steps, _transposed, _odd_stride]
     return lambda tensor: dice.choice(forms)(tensor) if tensor.dim() else tensor
 
 
 def array_shaper(dice: random.Random) -> Callable[[Tensor], Any]:
-    """Gives the numbers of a tensor as a tensor, an array or a list, in a form each by chance."""
+    """Returns a function that converts a tensor to a tensor, an array or a list, in a random layout."""
 
     def shape(tensor: Tensor) -> Any:
         kind = dice.choice(["tensor", "array", "list"])

@@ -370,7 +370,7 @@ def test_rules_in_words() -> None:
 def test_the_example_of_the_documentation_is_what_the_command_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "lifecycle.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "eviction.md").read_text()
     part = text.split("## The life of one id\n")[1].split("\n## ")[0]
     monkeypatch.chdir(tmp_path)
     exec(part.split("```python\n")[1].split("```")[0], {})

@@ -11,8 +11,8 @@ import pytest
 from torchrec_embcache.monitoring import METRICS, SERVING_METRICS, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "monitoring.md").read_text()
-SERVING = (ROOT / "docs" / "serving.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("monitoring.md", "metrics.md"))
+SERVING = (ROOT / "docs" / "serving-operations.md").read_text()
 PROGRAMS = [
     (part.split("\n", 1)[0], program)
     for part in PAGE.split("\n## ")[1:]

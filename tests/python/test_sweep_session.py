@@ -54,7 +54,7 @@ class Table:
         )
 
     def check_writable(self) -> None:
-        if self.read_only:
+        if self.no_new_rows:
             raise ReadOnlyError("it could not be written")
 
     def step(self) -> int:

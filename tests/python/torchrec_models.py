@@ -1,4 +1,4 @@
-"""A model with two cache modules, its batches, and the rows of its tables, for tests on one rank and on several."""
+"""A model with two cache modules, its batches, and its rows, for tests on one or several ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ TABLES = ("ta", "tb", "tc")
 ROW_WISE = dict.fromkeys(TABLES, "row_wise")
 TABLE_WISE = dict.fromkeys(TABLES, "table_wise")
 MIXED = {"ta": "table_wise", "tb": "row_wise", "tc": "row_wise"}
-# Ids at the ends of the 64-bit range, negative ones, and enough others that each of four ranks has some.
+# Ids at the ends of the 64-bit range, negative ones, and enough others for each of four ranks.
 IDS = [-1, -2, -(2**63), 2**63 - 1, 0, 5, 2**40 + 3, -17, 10**12, *range(100, 160)]
 
 
@@ -51,15 +51,15 @@ class Batch(Pipelineable):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that a test varies."""
+    """The settings that tests vary."""
 
     weighted: bool = False
     buckets: int = 7
     tiers: TierBudgets = TIERS
     pooling: PoolingType = PoolingType.MEAN
     need_indices: bool = False
-    replicated: bool = False  # whether it is trained unsharded on each of several ranks
-    options: dict[str, Any] = field(default_factory=dict)  # of every table
+    replicated: bool = False  # True to train it unsharded on each of several ranks
+    options: dict[str, Any] = field(default_factory=dict)  # settings of every table
 
 
 PLAIN = Settings()
@@ -119,7 +119,7 @@ class Model(nn.Module):
 
 
 def batches(count: int, rank: int = 0, world: int = 1, *, size: int = 8, weighted: bool = False) -> Iterator[Batch]:
-    """`count` global batches of `size` samples. Rank `rank` gets its share of each."""
+    """`count` global batches of `size` samples, of which this is the portion of rank `rank`."""
     generator = torch.Generator().manual_seed(1)
     pool = torch.tensor(IDS)
     for _ in range(count):
@@ -143,7 +143,7 @@ def batches(count: int, rank: int = 0, world: int = 1, *, size: int = 8, weighte
 def sharded(
     model: nn.Module, shardings: dict[str, str] | None = None, fused_params: dict[str, Any] | None = None
 ) -> DistributedModelParallel:
-    """`model` under TorchRec's planner. Each table is sharded as `shardings` says (None for the planner's choice)."""
+    """Shards `model` by TorchRec's planner, each table as in `shardings` (None: the planner's choice)."""
     sharders = [
         EmbCacheEmbeddingBagCollectionSharder(fused_params),
         EmbCacheEmbeddingCollectionSharder(fused_params),
@@ -162,7 +162,7 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, steps: Iterator[Batch], optimizer: torch.optim.Optimizer | None = None) -> Tensor:
-    """Train in a plain loop. Returns the loss of each step."""
+    """Trains in a plain loop. Returns the loss of each step."""
     optimizer = optimizer or dense_optimizer(model)
     losses = []
     for batch in steps:
@@ -175,7 +175,7 @@ def train(model: nn.Module, steps: Iterator[Batch], optimizer: torch.optim.Optim
 
 
 def drain(pipeline: Any, steps: Iterator[Batch]) -> Tensor:
-    """Train by a pipeline on all batches. Returns the loss of each step."""
+    """Trains on all batches with a pipeline. Returns the loss of each step."""
     losses = []
     while True:
         try:
@@ -188,7 +188,7 @@ Rows = dict[tuple[str, str, int], list[float]]
 
 
 def rows_of(model: nn.Module) -> Rows:
-    """Every row on this rank, weights and slots side by side, by (module, table, id)."""
+    """Every row on this rank, weights and slots concatenated, by (module, table, id)."""
     found: Rows = {}
     for path, module in cache_modules(model).items():
         for name, table in module.tables.items():
@@ -200,7 +200,7 @@ def rows_of(model: nn.Module) -> Rows:
 
 
 def together(parts: list[Rows]) -> Rows:
-    """The rows of all ranks. Each row must be on one rank only."""
+    """Merges the rows of all ranks. Asserts that each row is on one rank only."""
     merged: Rows = {}
     for part in parts:
         assert not merged.keys() & part.keys()

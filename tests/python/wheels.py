@@ -1,5 +1,6 @@
-"""What a wheel and an sdist must have and must not. `make wheel` holds what it built against this, and `test_wheel.py` what maturin
-builds without zig.
+"""Checks of the contents of a wheel and an sdist.
+
+`make wheel` checks its results with this, and `test_wheel.py` those that maturin builds without zig.
 """
 
 import email
@@ -13,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 5_000_000
-#: What the core and its binding are built from, and the package beside them.
+#: Sources of the Rust core, its binding and the Python package.
 SOURCES = (
     "rust/core/src",
     "rust/core/Cargo.toml",
@@ -24,20 +25,20 @@ SOURCES = (
 
 
 def version() -> str:
-    """The version that Cargo.toml says."""
+    """The version in Cargo.toml."""
     cargo = tomllib.loads((ROOT / "Cargo.toml").read_text())
     return str(cargo["workspace"]["package"]["version"])
 
 
 def sources(*below: str) -> set[str]:
-    """The files of the project below these folders that are no build outputs, by their path in the project."""
+    """The files below these folders that are not build outputs, as paths relative to the project."""
     files = {path for folder in below for path in [ROOT / folder, *(ROOT / folder).rglob("*")] if path.is_file()}
     built = {path for path in files if path.suffix == ".so" or "__pycache__" in path.parts}
     return {str(path.relative_to(ROOT)) for path in files - built}
 
 
 def faults_of_wheel(wheel: Path) -> list[str]:
-    """What is wrong with a wheel: a sentence each."""
+    """The faults of a wheel, a sentence each."""
     bad = []
     if wheel.stat().st_size > MAX_BYTES:
         bad.append(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {MAX_BYTES}")
@@ -63,13 +64,13 @@ def faults_of_wheel(wheel: Path) -> list[str]:
 
 
 def places_of_the_machine() -> list[bytes]:
-    """Paths that tell where something was built."""
+    """Paths of this machine that must not be in a build."""
     cargo = os.environ.get("CARGO_HOME") or os.path.expanduser("~/.cargo")
     return [str(ROOT).encode(), cargo.encode(), os.path.expanduser("~/.rustup").encode()]
 
 
 def paths_in_wheel(wheel: Path, places: list[bytes]) -> list[str]:
-    """The files of a wheel that name a path of the machine it was built on."""
+    """The files of a wheel that contain one of these paths."""
     with zipfile.ZipFile(wheel) as archive:
         return [
             f"{name} names {place.decode()}"
@@ -81,7 +82,7 @@ def paths_in_wheel(wheel: Path, places: list[bytes]) -> list[str]:
 
 
 def faults_of_sdist(sdist: Path) -> list[str]:
-    """What is missing in an sdist, or must not be there."""
+    """The missing and the unexpected files of an sdist, a sentence each."""
     top = f"torchrec_embcache-{version()}/"
     with tarfile.open(sdist) as archive:
         names = {member.name.removeprefix(top) for member in archive.getmembers() if member.isfile()}
@@ -97,10 +98,10 @@ def locked(project: Path) -> set[tuple[str, str, str]]:
 
 
 def cargo_reads(project: Path) -> None:
-    """Cargo finds every crate of an unpacked sdist, in the versions of the project's lock file.
+    """Asserts that Cargo finds every crate of an unpacked sdist, in the versions of the project's lock file.
 
-    `CalledProcessError` where it does not find one. (It drops from the lock file what only tests and benches need, so `--locked`
-    would fail.)
+    Raises `CalledProcessError` if it does not find one. (Cargo removes crates of tests and benches from the lock file, so
+    `--locked` would fail.)
     """
     manifest = project / "rust" / "pyext" / "Cargo.toml"
     command = ["cargo", "metadata", "--quiet", "--offline", "--format-version=1", "--manifest-path", str(manifest)]
@@ -109,7 +110,7 @@ def cargo_reads(project: Path) -> None:
 
 
 def main(folder: Path) -> int:
-    """Check the one wheel and the one sdist in `folder`. Returns the exit status."""
+    """Checks the one wheel and the one sdist in `folder`. Returns the exit status."""
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     bad = faults_of_wheel(wheel) + paths_in_wheel(wheel, places_of_the_machine()) + faults_of_sdist(sdist)
     for fault in bad:

@@ -1,6 +1,4 @@
-"""Processes for tests: groups that are started once and then run functions of test files on every rank, and processes that are
-killed.
-"""
+"""Processes for tests: groups of ranks that run functions of test files, and children that can be killed."""
 
 import contextlib
 import gc
@@ -19,21 +17,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Children are forked from one process that has imported these modules. To import them takes seconds.
+# Children are forked from one process that has imported these modules, because the imports take seconds.
 IMPORTED_ONCE = ["torchrec_embcache.sharded", "torchrec_embcache.saver", "torchrec_embcache.train_pipeline"]
-# These limits are generous. They only keep a hang from lasting for ever.
+# Generous limits, which only end a hang.
 COLLECTIVE_TIMEOUT_S = 600
 ANSWER_TIMEOUT_S = 900
 
 
 @contextlib.contextmanager
 def process_group(rank: int, size: int, store: str) -> Iterator[None]:
-    """A gloo group of `size` ranks, which meet at the file `store`. The environment is set as torchrun sets it."""
+    """Initializes a gloo group of `size` ranks through the file `store`, with the environment variables of torchrun."""
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    if dist.is_initialized():  # left behind by a test before, whose failure is its own
+    if dist.is_initialized():  # left over from a failed test
         dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     try:
@@ -48,7 +46,7 @@ def process_group(rank: int, size: int, store: str) -> Iterator[None]:
 
 
 def processes() -> Any:
-    """The source of processes, queues and pipes."""
+    """The multiprocessing context."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     return context
@@ -79,9 +77,9 @@ def _serve(rank: int, size: int, store: str, tasks: Any, answers: Any) -> None:
 
 
 class Child:
-    """Run `function(say, *args)` in a process of its own. `say` hands a small object to the parent, in one write.
+    """Runs `function(say, *args)` in a separate process. `say` sends a small object to the parent, in one write.
 
-    Only a process that is no daemon can have processes of its own, which then end with it.
+    Only a process that is not a daemon can have child processes, which then end with it.
     """
 
     def __init__(self, function: Callable[..., None], *args: Any, daemon: bool = True) -> None:
@@ -94,17 +92,17 @@ class Child:
         say.close()
 
     def hear(self) -> Any:
-        """The next object that it says. `EOFError` when it has ended."""
+        """Receives the next object. Raises `EOFError` when the process has ended."""
         if not self._said.poll(ANSWER_TIMEOUT_S):
             raise TimeoutError("the process says nothing")
         return self._said.recv()
 
     def kill(self) -> None:
-        """Kill it with SIGKILL, at once."""
+        """Kills the process with SIGKILL."""
         self._process.kill()
 
     def ended(self) -> tuple[list[Any], int]:
-        """What it said until its end, and its exit status, which is minus the signal that killed it."""
+        """Waits for the end of the process. Returns the remaining objects, and the exit status or minus the killing signal."""
         rest = []
         with contextlib.suppress(EOFError):
             while True:
@@ -122,7 +120,7 @@ def _tell(file: str, name: str, say: Any, args: tuple[Any, ...]) -> None:
 
 
 class World:
-    """`size` processes with a gloo group over them."""
+    """`size` processes with a gloo group."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -142,8 +140,9 @@ class World:
             process.start()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run `function(rank, size, *args)` on every rank. Returns the results by rank. A rank that raises makes the caller
-        fail.
+        """Runs `function(rank, size, *args)` on every rank. Returns the results by rank.
+
+        Raises AssertionError if a rank raises.
         """
         if not self._processes:
             self._start()
@@ -163,7 +162,7 @@ class World:
         return results
 
     def stop(self) -> None:
-        """End the processes."""
+        """Ends the processes."""
         if not self._processes:
             return
         for tasks in self._tasks:

@@ -1,5 +1,5 @@
 # ruff: noqa: B006, D103, E401, E501, E741, F401, I001, RUF005, SIM115, T201
-"""Rename old identifiers in backticks of comments, docstrings and docs where they no longer exist in code; parameters in their function's own doc."""
+"""Renames old identifiers in backticks of comments, docstrings and docs where they no longer exist in code; parameters in their function's own doc."""
 
 import ast, io, json, re, glob, pathlib, collections, tokenize, sys, os
 

@@ -1,5 +1,5 @@
 # ruff: noqa: B023, D103, E401, E741, I001, SIM115, T201
-"""Rename attributes that tests patch by name: `setattr(module, "name", ...)` and dotted paths."""
+"""Renames attributes that tests patch by name: `setattr(module, "name", ...)` and dotted paths."""
 
 import json, re, collections, pathlib, glob
 

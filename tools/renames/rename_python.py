@@ -1,5 +1,5 @@
 # ruff: noqa: D101, D102, D103, E401, E741, F841, I001, PERF401, SIM115, T201, UP031
-"""Collect the edits of a rename map from basedpyright's language server, all against one snapshot, and apply them at once."""
+"""Collects the edits of a rename map from basedpyright's language server, all against one snapshot, and applies them at once."""
 
 import ast, json, os, pathlib, subprocess, sys, threading, time, collections, urllib.parse
 
@@ -65,7 +65,7 @@ class Server:
 
 
 def name_pos(lines, node, name):
-    """0-based position of `name` at or after the start of node."""
+    """Returns the 0-based position of `name` at or after the start of node."""
     line = node.lineno - 1
     col = len(lines[line].encode()[: node.col_offset].decode())
     import re

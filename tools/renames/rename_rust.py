@@ -1,5 +1,5 @@
 # ruff: noqa: B007, B023, D103, E402, E501, E731, E741, RET503, SIM115, T201
-"""Apply a rename map through rust-analyzer. usage: ra_rename.py ROOT MAP.jsonl... [--kinds type,fn] -> report on stdout"""
+"""Applies a rename map through rust-analyzer. Usage: ra_rename.py ROOT MAP.jsonl... [--kinds type,fn] -> report on stdout"""
 
 import json
 import os
@@ -144,7 +144,7 @@ def lines_of(f):
 
 
 def find(d, src):
-    """Offset of the definition's name"""
+    """Returns the offset of the definition's name."""
     k, old, owner = d["kind"], re.escape(d["old"]), d.get("owner")
     if k == "type":
         pats = [rf"\b(?:struct|enum|trait|type|union)\s+({old})\b"]

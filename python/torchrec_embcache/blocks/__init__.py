@@ -1,6 +1,6 @@
-"""Block-level saves and loads, behind `serialize`.
+"""RecIS-format saves and loads, the implementation of `serialize`.
 
-`saver` and `loader` have RecIS' signatures and the filter; `given` checks what users give to them. `schema` says which blocks a
-table has. `writer` and `reader` turn rows into blocks and back. The files, their publication, locks and removal are the core's
+`saver` and `loader` have RecIS' signatures and the filter; `given` validates the arguments of users. `schema` defines the blocks of
+a table. `writer` and `reader` convert rows to blocks and back. The native extension handles files, publication, locks and removal
 (`rust/core/src/checkpoint/blocks`).
 """

@@ -1,4 +1,4 @@
-"""The tables and tensors that users give to block-level saves and loads, by name."""
+"""Validation of the tables and tensors passed to RecIS-format saves and loads."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,12 +27,12 @@ __all__ = [
 _REMEDY = (
     "give the tables in hashtables, and the dense part alone here; split_sparse_dense_state_dict(model) gives both"
 )
-# What RecIS keeps for its own names of blocks.
+# Characters that RecIS reserves for its own block names.
 RESERVED_CHARACTERS = "@^"
 
 
 def check_hashtables(hashtables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The tables and cache modules of `hashtables`; `InputError` for anything else."""
+    """Returns the tables and cache modules of `hashtables`. Raises `InputError` for anything else."""
     if hashtables is None:
         return {}
     if not isinstance(hashtables, Mapping):
@@ -45,7 +45,9 @@ def check_hashtables(hashtables: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """The tensors of `tensors`; `InputError` for anything else, `UnsupportedError` for tensors that are not plain and dense."""
+    """Returns the tensors of `tensors`. Raises `InputError` for non-tensors, `UnsupportedError` for tensors that are not plain and
+    dense.
+    """
     if tensors is None:
         return {}
     if not isinstance(tensors, Mapping):
@@ -78,7 +80,7 @@ def _check_name(field: str, name: object) -> None:
 
 
 def table_names(modules: Mapping[str, Any]) -> list[str]:
-    """The names of the tables' blocks: of a module with several tables `<name>.<table>`."""
+    """Returns the block names of the tables; `<name>.<table>` for a module with several tables."""
     names = []
     for name, value in modules.items():
         single = isinstance(value, CacheTable | EmbCacheEmbedding | EmbCacheEmbeddingBag)
@@ -87,7 +89,7 @@ def table_names(modules: Mapping[str, Any]) -> list[str]:
 
 
 def tables_of(modules: Mapping[str, Any]) -> dict[str, TableShard]:
-    """The tables of this shard, opened, by the names of their blocks."""
+    """Opens the tables of this shard and returns them by block name."""
     tables: list[TableShard] = []
     for value in modules.values():
         if isinstance(value, CacheTable):
@@ -102,11 +104,11 @@ def tables_of(modules: Mapping[str, Any]) -> dict[str, TableShard]:
 
 
 def split_sparse_dense_state_dict(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The `hashtables` and the `tensors` of a model, for `BlockSaver` and `BlockLoader`.
+    """Splits a model into the `hashtables` and `tensors` of `BlockSaver` and `BlockLoader`.
 
-    Takes the model, and RecIS' function of this name a state dict: here tables are no part of one. The first dict has the cache
-    modules by their paths, or the tables by their names where the model itself is a cache module. The second is the rest of
-    `model.state_dict()`. `InputError` for what is no `nn.Module`.
+    Unlike RecIS' function of the same name, it takes the model instead of a state dict, because a state dict does not contain
+    tables here. The first dict has the cache modules by their paths, or the tables by their names if the model itself is a cache
+    module. The second is the rest of `model.state_dict()`. Raises `InputError` if `model` is not an `nn.Module`.
 
     Examples:
         >>> import torch
@@ -124,13 +126,13 @@ def split_sparse_dense_state_dict(model: nn.Module) -> tuple[dict[str, Any], dic
     if "" in modules:
         return dict(modules[""].tables), {}
     names = [name for name, module in model.named_modules() if isinstance(module, CacheModule)]
-    # Some wrappers leave their own names out of a state dict's keys, and some do not.
+    # Some wrappers omit their own names from the keys of a state dict, and some do not.
     tables = tuple(f"{prefix}." for name in names for prefix in (name, path_in_model(model, name)))
     return dict(modules), {key: value for key, value in model.state_dict().items() if not key.startswith(tables)}
 
 
 def check_distinct_names(tables: Iterable[str], tensors: Iterable[str]) -> None:
-    """`InputError` where two have one name."""
+    """Raises `InputError` if two entries have the same name."""
     seen: set[str] = set()
     for name in (*tables, *tensors):
         if name in seen:

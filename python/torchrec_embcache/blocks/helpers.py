@@ -1,4 +1,4 @@
-"""Threads that read and write blocks, where the system has room for them."""
+"""Threads that read and write blocks, as many as the available memory allows."""
 
 import threading
 from collections import deque
@@ -18,26 +18,26 @@ _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class BoundedExecutor(Executor):
-    """A limited number of threads. Each is started when there is a task for it and the system has memory for a thread.
+    """An executor with a limited number of threads, each started when there is a task for it and memory for a thread.
 
-    The standard library's pool waits for ever for a thread that starts and then gets no memory of its own. Here a thread is started
-    only where there is memory for one. Where there is none, whoever submits a task does it.
+    The standard library's pool waits indefinitely for a thread that starts but cannot allocate its memory. This executor starts a
+    thread only if there is memory for it. Without any thread, the submitting thread runs the task.
 
-    One thread submits tasks. It takes no lock that the other threads take too, because a Ctrl-C within such a lock could leave it
-    locked, and the others would wait for it for ever.
+    Only one thread submits tasks. It takes no lock that the worker threads take too, because a KeyboardInterrupt inside such a lock
+    could leave it locked and block the workers indefinitely.
     """
 
     def __init__(self, max_threads: int, name: str) -> None:
-        """`max_threads`: the most threads. `name`: how the threads' names begin."""
+        """`max_threads`: maximum number of threads. `name`: prefix of the thread names."""
         self._max_threads, self._name = max_threads, name
         self._threads: list[threading.Thread] = []
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._submitted = 0
-        self._done: deque[None] = deque()  # one for each task that is done: to append is atomic
+        self._done: deque[None] = deque()  # one entry per finished task: append is atomic
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Do `fn(*args, **kwargs)` on one of the threads, or at once in the caller where the system gives no thread."""
+        """Runs `fn(*args, **kwargs)` on one of the threads, or immediately in the caller if no thread can be started."""
         if self._closed:
             raise RuntimeError("these threads have ended")
         future: Future[T] = Future()
@@ -52,7 +52,7 @@ class BoundedExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more tasks. `wait` for those that were submitted. `cancel_futures` cancels those that no thread has begun."""
+        """Accepts no more tasks. `wait` waits for submitted tasks. `cancel_futures` cancels tasks that have not started."""
         self._closed = True
         while cancel_futures and not self._tasks.empty():
             task = self._tasks.get()
@@ -61,7 +61,7 @@ class BoundedExecutor(Executor):
         self._tasks.put(None)
         if wait:
             for thread in self._threads:
-                # An interrupt may have come between the listing of a thread and its start.
+                # An interrupt may have occurred between the registration of a thread and its start.
                 if thread.ident is not None:
                     thread.join()
 
@@ -69,17 +69,17 @@ class BoundedExecutor(Executor):
         if len(self._threads) == self._max_threads or not _native.has_memory_for_threads():
             return
         thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
-        # It is listed first: an interrupt after its start cannot leave a thread that nobody waits for.
+        # Registered before its start: after an interrupt, every started thread is joined.
         self._threads.append(thread)
         try:
             thread.start()
-        except (RuntimeError, MemoryError):  # the system gives no thread
+        except (RuntimeError, MemoryError):  # the OS cannot start a thread
             self._threads.remove(thread)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             self._run_task(task)
-        # One end serves all threads, however many there are.
+        # One sentinel stops all threads: each passes it on.
         self._tasks.put(None)
 
     def _run_task(self, task: _Task) -> None:

@@ -1,4 +1,4 @@
-"""The load of block-level checkpoints, with RecIS' signature."""
+"""Load of RecIS-format checkpoints, with RecIS' signature."""
 
 import json
 import logging
@@ -29,24 +29,24 @@ __all__ = ["BlockLoader", "LoadInfo", "LoadedBlocks"]
 
 _log = logging.getLogger("torchrec_embcache.serialize")
 
-# Destination to {source: slots}. Of a table the slots are names such as "id", "embedding", "sum"; a dense tensor has none.
+# Destination to {source: slots}. The slots of a table are names such as "id", "embedding", "sum"; a dense tensor has none.
 LoadInfo = dict[str, dict[str, list[str]]]
-# Each table with the tables of the checkpoint, and their slots, that go into it; each tensor with the checkpoint's. By destination.
+# For each destination table, its source tables in the checkpoint with their slots; for each destination tensor, its source.
 _TableLoadPlans = dict[str, tuple[TableShard, list[tuple[RecisTableReader, list[str]]]]]
 _DenseLoadPlans = dict[str, tuple[Tensor, RecisTensorReader]]
-# Rows of one call of the core. More at once would be refused where they might not fit; so few are refused only where they do not.
+# Rows per native import. A call rejects rows that might not fit; a small chunk is rejected only if it really does not fit.
 CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True)
 class LoadedBlocks:
-    """What a load did.
+    """Result of a load.
 
     Attributes:
-        tables: how many rows were loaded into each of the given tables, by its name.
-        tensors: those of the given tensors that were loaded.
-        missing: names that were asked for and are not in the checkpoint.
-        unexpected: names in the checkpoint that nothing was given for.
+        tables: number of rows loaded into each table, by its name.
+        tensors: names of the tensors that were loaded.
+        missing: requested names that are not in the checkpoint.
+        unexpected: names in the checkpoint without a table or tensor to load them into.
 
     Examples:
         >>> import torch
@@ -63,7 +63,7 @@ class LoadedBlocks:
 
 
 class BlockLoader:
-    """Loads blocks into tables and dense tensors. Any number of shards can load what any number of shards saved.
+    """Loads blocks into tables and dense tensors. The number of loading shards is independent of the number of saving shards.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
@@ -90,16 +90,17 @@ class BlockLoader:
         strict: bool = True,
         slots: bool = True,
     ) -> None:
-        """`hashtables` and `tensors`: as for `BlockSaver`. Every shard gives its own tables and reads the rows that they own.
+        """`hashtables` and `tensors`: as for `BlockSaver`. Every shard passes its own tables and reads the rows that they own.
 
-        `parallel`: how many threads read. `filter_func` is given the load info and returns what to load. It may drop entries
-        and slots, rename sources, and give several sources for one table. What the checkpoint has besides is left alone.
+        `parallel`: number of reading threads. `filter_func` is called with the load info and returns the load info to use. It may
+        drop entries and slots, rename sources, and set several sources for one table. All other names in the checkpoint are
+        ignored.
 
-        `strict=False`: load what is there and only report what is missing, also into tables with another optimizer than the
+        `strict=False`: loads the names that exist and only reports missing ones, also into tables with another optimizer than the
         checkpoint's.
 
-        `slots=False`: load ids, weights and metadata alone, into tables with any optimizer or none. The load info then has no
-        slots of the optimizer, and the tables keep their step. Slots of rows that are new here start at zeros.
+        `slots=False`: loads only ids, weights and metadata, into tables with any optimizer or none. The load info then has no
+        optimizer slots, and the tables keep their step. The slots of new rows start at zeros.
         """
         self.checkpoint_path: str = check_path("checkpoint_path", checkpoint_path)
         self.parallel: int = check_int("parallel", parallel, 1, 1024)
@@ -111,8 +112,8 @@ class BlockLoader:
         self.filter_func = filter_func
 
     def default_load_info(self) -> LoadInfo:
-        """Each table and tensor from the source of its own name, with all its slots, or with `slots=False` without the
-        optimizer's.
+        """Returns the default load info: each table and tensor is loaded from the source with its own name. Tables are loaded with
+        all slots; with `slots=False`, without the optimizer's.
         """
         info: LoadInfo = {}
         for name, table in tables_of(self._modules).items():
@@ -121,17 +122,16 @@ class BlockLoader:
         return info | {name: {name: []} for name in self._tensors}
 
     def load(self) -> LoadedBlocks:
-        """Put the rows of the checkpoint over what the tables hold, and its dense tensors into `tensors`, in place.
+        """Loads the rows of the checkpoint over the contents of the tables, and its dense tensors into `tensors`, in place.
 
-        A row's slots that are not loaded stay what they are, or are initial where the table has no such row. Metadata and the steps
-        of the tables never go back. A table that is empty takes the key of its only source: rows not seen yet are born as they
-        would have been there.
+        Slots of a row that are not loaded keep their values, or are initialized if the table has no such row. Metadata and the
+        steps of the tables never decrease. An empty table inherits the key of its only source: new rows get the same initial values
+        as in the source table.
 
-        Names that the checkpoint lacks are a `MismatchError` unless `strict=False`, and so are slots of another optimizer, as in
-        `Saver.load`, unless a filter picks slots. Other widths, types and shapes are one in any case. That, and the manifests, are
-        checked before anything is touched. Where rows turn out to be damaged (`CorruptionError`), or reading fails
-        (`StorageError`), the tables refuse use until a load succeeds, which starts with them empty. Each process raises its own
-        errors only.
+        Raises `MismatchError` for names that the checkpoint lacks, unless `strict=False`; for slots of another optimizer, as in
+        `Saver.load`, unless a filter selects slots; and always for other widths, types and shapes. These checks and those of the
+        manifests are done before anything is changed. If rows are corrupted (`CorruptionError`) or reading fails (`StorageError`),
+        the tables are unusable until a load succeeds; that load starts with empty tables. Each process raises only its own errors.
         """
         tables = tables_of(self._modules)
         default = self.default_load_info()
@@ -159,12 +159,12 @@ class BlockLoader:
                     if self.strict and self.slots and set(slots) == set(default[to][to]):
                         _check_optimizer(table, source, root.path)
             rows = self._read(plan, dense, root.path)
-            # Not only when the block ends: an interrupt between its last line and `__exit__` does not come to `__exit__`.
+            # Not only at the end of the block: an interrupt between its last line and `__exit__` does not run `__exit__`.
             saved.close()
         return LoadedBlocks(rows, sorted(dense), missing, unexpected)
 
     def _plan_dense(self, info: LoadInfo, saved: RecisCheckpoint, location: str) -> _DenseLoadPlans:
-        """What of the checkpoint goes into the tensors. `MismatchError` for another type or shape."""
+        """Returns the sources of the tensors. Raises `MismatchError` for another type or shape."""
         plan: _DenseLoadPlans = {
             to: (self._tensors[to], saved.tensors[name])
             for to, sources in info.items()
@@ -180,7 +180,7 @@ class BlockLoader:
         return plan
 
     def _read(self, plan: _TableLoadPlans, dense: _DenseLoadPlans, location: str) -> dict[str, int]:
-        """Load what is planned. Returns the numbers of rows by destination."""
+        """Executes the plans. Returns the number of rows by destination."""
         reason = f"loading blocks from {location} did not succeed; load a checkpoint that is whole"
         counts: dict[str, int] = {}
         incomplete = {id(table) for table, _ in plan.values() if table.unusable is not None}
@@ -204,7 +204,7 @@ class BlockLoader:
 
 
 def _check_load_info(info: object, default: LoadInfo) -> LoadInfo:
-    """What the filter returned, if it is a load info whose destinations were given."""
+    """Returns the result of the filter. Raises `InputError` if it is not a load info with known destinations."""
     if not isinstance(info, dict):
         raise InputError(
             f"filter_func returned a {type(info).__name__}: return the load info, {{destination: {{source: [slots]}}}}"
@@ -234,7 +234,7 @@ def _check_load_info(info: object, default: LoadInfo) -> LoadInfo:
 def _find_differences(
     info: LoadInfo, default: LoadInfo, saved: RecisCheckpoint, tables: Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """What the checkpoint lacks, and what it has that nothing was given for. What the filter drops is neither."""
+    """Returns the missing and the unexpected names. Names that the filter dropped are neither."""
     known, missing = set(tables), []
     for to, sources in info.items():
         for name, slots in sources.items():
@@ -248,7 +248,7 @@ def _find_differences(
 
 
 def _plan_tables(info: LoadInfo, tables: Mapping[str, TableShard], saved: RecisCheckpoint) -> _TableLoadPlans:
-    """What of the checkpoint goes into the tables. One whose sources are all missing is not in it."""
+    """Returns the sources of the tables. Omits tables whose sources are all missing."""
     plan: _TableLoadPlans = {}
     for to, given in info.items():
         sources = [(saved.tables[name], slots) for name, slots in given.items() if name in saved.tables]
@@ -258,7 +258,7 @@ def _plan_tables(info: LoadInfo, tables: Mapping[str, TableShard], saved: RecisC
 
 
 def _check_optimizer(table: TableShard, source: RecisTableReader, location: str) -> None:
-    """`MismatchError` where the checkpoint has slots for which the table has no place."""
+    """Raises `MismatchError` if the checkpoint has slots that the table does not have."""
     left_out = [slot for slot in source.slots if slot not in table_columns(table)]
     if left_out:
         optimizer = table.optimizer.display_name if table.optimizer is not None else "no optimizer"
@@ -284,16 +284,16 @@ def _check_fits(table: TableShard, source: RecisTableReader, slots: list[str], l
 
 @dataclass(frozen=True)
 class _TableLoad:
-    """A table under load, with its step and epoch before."""
+    """A table being loaded, with its previous step and epoch."""
 
     table: TableShard
     step: int
     epoch: int
-    # Without the optimizer's slots it keeps its step, by which Adam corrects them.
+    # Without the optimizer's slots the table keeps its step, which Adam's bias correction uses.
     with_slots: bool
 
     def load(self, source: RecisTableReader, slots: list[str], pool: Executor) -> int:
-        """Rows loaded. Two runs are read ahead."""
+        """Loads a source and returns the number of rows. Reads two runs ahead."""
         table = self.table
         wanted = [slot for slot in slots if slot in source.slots]
         count = 0
@@ -335,7 +335,7 @@ class _TableLoad:
 
 
 def _load_dense(tensor: Tensor, saved: RecisTensorReader, pool: Executor) -> None:
-    """Copy a dense tensor into `tensor` in windows, or at once where `tensor` is not contiguous."""
+    """Copies a dense tensor into `tensor` in windows, or in one piece if `tensor` is not contiguous."""
     target = tensor.detach()
     flat = (
         target.reshape(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype, device="cpu")

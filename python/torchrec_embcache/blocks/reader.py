@@ -1,4 +1,4 @@
-"""The newest block-level save of a directory, as columns of rows and as tensors. The core reads and verifies it."""
+"""Reads the latest RecIS-format save of a directory as row columns and tensors. The native extension reads and verifies it."""
 
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
@@ -17,7 +17,7 @@ __all__ = ["RecisCheckpoint", "RecisRunReader", "RecisTableReader", "RecisTensor
 
 
 class RecisTensorReader:
-    """A dense tensor of the save. `dtype` as safetensors names it."""
+    """A dense tensor of the save. `dtype` is named as in safetensors."""
 
     def __init__(self, reader: _native.RecisReader, shape: _native.RecisBlockShape) -> None:
         self._reader = reader
@@ -25,7 +25,7 @@ class RecisTensorReader:
         self.shape = tuple(shape.shape)
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Bytes [begin, end) of it, verified."""
+        """Reads and verifies its bytes [begin, end)."""
         into = np.empty(end - begin, np.uint8)
         self._reader.read_tensor(self.name, begin, into)
         return into
@@ -33,13 +33,13 @@ class RecisTensorReader:
 
 @dataclass(frozen=True)
 class RecisRunReader:
-    """Rows of one shard that lie together, sorted by (bucket, `uint64(id)`)."""
+    """A contiguous run of rows of one shard, sorted by (bucket, `uint64(id)`)."""
 
     table: "RecisTableReader"
     run: _native.RecisRun
 
     def submit(self, slots: list[str], executor: Executor) -> dict[str, Future[NDArray[Any]]]:
-        """Start to read some slots."""
+        """Starts to read the given slots."""
         return {slot: executor.submit(self._column, slot) for slot in slots}
 
     def _column(self, slot: str) -> NDArray[Any]:
@@ -50,7 +50,7 @@ class RecisRunReader:
 
 
 class RecisTableReader:
-    """A table of the save. `slots`: what it has, with the type and shape of one row."""
+    """A table of the save. `slots`: its slots, with the type and shape of one row."""
 
     def __init__(self, reader: _native.RecisReader, entry: _native.RecisTableInfo) -> None:
         self.reader = reader
@@ -64,17 +64,17 @@ class RecisTableReader:
         self.slots = {shape.name: RecisColumn(shape.dtype, tuple(shape.shape)) for shape in entry.slots}
 
     def runs(self, total_num_buckets: int, buckets: tuple[int, int]) -> Iterator[RecisRunReader]:
-        """What holds the rows whose buckets (of `total_num_buckets`) are in [begin, end): where the save has the same buckets only
-        those, else all rows.
+        """Yields the runs that contain the rows whose buckets (of `total_num_buckets`) are in [begin, end). If the save has the
+        same number of buckets, the runs contain only these rows, otherwise all rows.
         """
         for run in self.reader.runs(self.name, total_num_buckets, *buckets):
             yield RecisRunReader(self, run)
 
 
 class RecisCheckpoint:
-    """The newest complete save in a directory, once it is open: `tables` and `tensors` by name.
+    """The latest complete save in a directory, with `tables` and `tensors` by name once it is open.
 
-    As a block it keeps the save from being removed, from `open` on until the block is left.
+    As a context manager it prevents the removal of the save, from `open` to the end of the block.
     """
 
     def __init__(self) -> None:
@@ -89,9 +89,9 @@ class RecisCheckpoint:
         self.close()
 
     def open(self, directory: CheckpointDirectory) -> None:
-        """Open the newest save of `directory`.
+        """Opens the latest save of `directory`.
 
-        Raises `PathError` where there is none, `CorruptionError`, `UnsupportedError` (a newer format), `StorageError`.
+        Raises `PathError` if there is none, `CorruptionError`, `UnsupportedError` (a newer format), `StorageError`.
         """
         reader = self._reader = _native.RecisReader(directory)
         self.tables = {table.name: RecisTableReader(reader, table) for table in reader.tables()}
@@ -103,6 +103,6 @@ class RecisCheckpoint:
         return sorted((*self.tables, *self.tensors))
 
     def close(self) -> None:
-        """Nothing more is read: saves may remove it. Harmless twice."""
+        """Closes the save and allows its removal. Idempotent."""
         if self._reader is not None:
             self._reader.release()

@@ -1,4 +1,4 @@
-"""The save of block-level checkpoints, with RecIS' signature."""
+"""Saving of RecIS-format checkpoints, with RecIS' signature."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -32,12 +32,12 @@ _log = logging.getLogger("torchrec_embcache.serialize")
 
 
 class BlockSaver:
-    """Saves tables and dense tensors as blocks, a shard of them at a time.
+    """Saves tables and dense tensors as blocks, one shard at a time.
 
-    Every shard makes a `BlockSaver` with its `shard_index` and the same `shard_num` and `path`, and calls `save()`. When the last
-    of them is done the checkpoint is there, in place of the one before. Where `torch.distributed` has `shard_num` ranks the call is
-    collective: it returns when all are done, and an error of one is raised on all. Otherwise shards, in one process or several, may
-    save one after the other in any order; none waits.
+    Every shard creates a `BlockSaver` with its `shard_index` and the same `shard_num` and `path`, and calls `save()`. When the last
+    of them has finished, the checkpoint is published and replaces the previous one. If `torch.distributed` has `shard_num` ranks,
+    the call is collective: it returns when all ranks have finished, and an error of one rank is raised on all. Otherwise shards, in
+    one process or several, may save one after another in any order; none waits.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
@@ -61,11 +61,11 @@ class BlockSaver:
         tensors: Mapping[str, Tensor] | None = None,
         filter_func: Callable[[list[WriteBlock]], list[WriteBlock]] = lambda blocks: blocks,
     ) -> None:
-        """`hashtables`: tables (`module.tables["item"]`), `EmbCacheEmbedding(Bag)`s or whole cache modules, by name. The tables
-        of a module are called `<name>.<table>`. `tensors`: a dict of dense tensors by name, which only shard 0 saves.
-        `split_sparse_dense_state_dict(model)` gives both of a model. `parallel`: how many threads write, and the most files of a
-        shard that hold blocks; one more holds checksums. `filter_func` is given the blocks and returns those to save. Raises
-        `ConfigError`, and `InputError` also for what a state dict has of tables among `tensors`.
+        """`hashtables`: tables (`module.tables["item"]`), `EmbCacheEmbedding(Bag)`s or entire cache modules, by name. The tables of
+        a module are named `<name>.<table>`. `tensors`: a dict of dense tensors by name, which only shard 0 saves.
+        `split_sparse_dense_state_dict(model)` returns both for a model. `parallel`: number of writing threads, and maximum number
+        of files with blocks per shard; one more file contains checksums. `filter_func` is called with the blocks and returns those
+        to save. Raises `ConfigError` and `InputError`; the latter also if `tensors` contains a table's entries of a state dict.
         """
         self.shard_num: int = check_int("shard_num", shard_num, 1, 1 << 20)
         self.shard_index: int = check_int("shard_index", shard_index, 0, self.shard_num - 1)
@@ -77,7 +77,7 @@ class BlockSaver:
         self.filter_func = filter_func
 
     def make_write_blocks(self) -> list[WriteBlock]:
-        """The blocks that `save()` hands to the filter: all blocks of all tables of this shard, and on shard 0 the dense
+        """Returns the blocks that `save()` passes to the filter: all blocks of all tables of this shard, and on shard 0 the dense
         tensors.
         """
         blocks = []
@@ -90,13 +90,13 @@ class BlockSaver:
         return blocks
 
     def save(self) -> None:
-        """Write the blocks that the filter leaves. Tables must not be trained meanwhile (`StateError`).
+        """Writes the blocks selected by the filter. Tables must not be trained during the save (`StateError`).
 
-        Tables with `eviction=Policy(..., every_steps=None)` are swept first, before the filter sees their blocks.
+        Tables with `eviction=Policy(..., every_steps=None)` are swept first, before the filter receives their blocks.
 
-        Until every shard has saved, and when anything fails, a load finds the checkpoint before. Raises `PathError`,
-        `StoragePermissionError`, `StorageError`, `MismatchError` (shards that do not make one table), and `InputError` where the
-        filter returns something else than blocks, or leaves a table slots without "id".
+        Until every shard has saved, and after any failure, a load finds the previous checkpoint. Raises `PathError`,
+        `StoragePermissionError`, `StorageError`, `MismatchError` (shards that do not form one table), and `InputError` if the
+        filter does not return a list of blocks or drops a table's "id" but not its other slots.
         """
         if is_distributed() and dist.get_world_size() == self.shard_num > 1:
             self._save_on_all_ranks()
@@ -115,7 +115,7 @@ class BlockSaver:
         )
 
     def _save_on_all_ranks(self) -> None:
-        """As one: the ranks agree on the save, then all write, then all say that they are done."""
+        """Saves collectively: the ranks agree on the save, then all write, then all report success."""
         agree_on_arguments("BlockSaver.save", lambda: {"path": self.path, "shard_num": self.shard_num})
         shards = all_gather(self.shard_index)
         if sorted(shards) != list(range(self.shard_num)):

@@ -1,4 +1,4 @@
-"""Which blocks a table has, as columns of its rows.
+"""The blocks of a table, as columns of its rows.
 
 Shapes: n rows, D the table's width, V = D * (1 + vector slots) floats of a row's vector part, weights first.
 """
@@ -30,14 +30,14 @@ __all__ = [
     "table_columns",
 ]
 
-# Values of rows by slot, one entry a row.
+# Values of rows by slot, one entry per row.
 ColumnArrays = dict[str, NDArray[Any]]
 
-# What RecIS calls the ids and the weights of a table.
+# RecIS' names for the ids and weights of a table.
 ID, WEIGHTS = "id", "embedding"
-# How the tensors of zeros between blocks are called in a file, with a number behind and maybe more "_" before.
+# Prefix of the padding tensors (zeros) between blocks in a file. A number follows, and more "_" may precede it.
 PAD = "__pad."
-# As safetensors names types.
+# Names of types in safetensors.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16",
@@ -50,9 +50,9 @@ NUMPY_TYPES: dict[str, type[np.generic]] = {"I64": np.int64, "U64": np.uint64, "
 
 @dataclass(frozen=True)
 class WriteBlock:
-    """What a save would write: the ids or one slot of a table's shard, or a dense tensor.
+    """A block to save: the ids or one slot of a table's shard, or a dense tensor.
 
-    `name`: of the table, or of the tensor. `slot`: None for a dense tensor. `dtype` as safetensors names it; `shape`.
+    `name`: name of the table or the tensor. `slot`: None for a dense tensor. `dtype` is named as in safetensors.
 
     Examples:
         >>> import torch
@@ -70,17 +70,17 @@ class WriteBlock:
 
     @property
     def dense(self) -> bool:
-        """Whether it is a dense tensor."""
+        """True for a dense tensor."""
         return self.slot is None
 
     def tensor_name(self) -> str:
-        """RecIS' name of it: `table@slot`, or the tensor's name."""
+        """Returns its name in RecIS: `table@slot`, or the tensor's name."""
         return self.name if self.slot is None else f"{self.name}@{self.slot}"
 
     def slice_info(self) -> str:
-        """RecIS' slice of it: "begin@end@total", the range of `uint64(id) mod total` that its ids are in; " " for a dense tensor.
+        """Returns its RecIS slice: "begin@end@total", the range of `uint64(id) mod total` of its ids; " " for a dense tensor.
 
-        The range is the whole one, because buckets are of the hashes of ids.
+        The range always covers all buckets, because rows are assigned to buckets by the hash of the id.
         """
         if not isinstance(self.source, TableShard):
             return " "
@@ -91,19 +91,19 @@ class WriteBlock:
 
 @dataclass(frozen=True)
 class RecisColumn:
-    """A column of a table's rows. `dtype` as safetensors names it; `shape` of one row's entry."""
+    """A column of a table's rows. `dtype` is named as in safetensors; `shape` is the shape of one row's entry."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Of one row's entry."""
+        """Bytes of one row's entry."""
         return math.prod(self.shape) * np.dtype(NUMPY_TYPES[self.dtype]).itemsize
 
 
 def table_columns(table: TableShard) -> dict[str, RecisColumn]:
-    """The columns of a table by slot, ids first."""
+    """Returns the columns of a table by slot, ids first."""
     spec = table.spec
     columns = {ID: RecisColumn("I64", ()), WEIGHTS: RecisColumn("F32", (table.dim,))}
     for number, name in enumerate(spec.slot_names):
@@ -113,7 +113,7 @@ def table_columns(table: TableShard) -> dict[str, RecisColumn]:
 
 
 def row_columns(table: TableShard, rows: _native.RowBlock) -> ColumnArrays:
-    """Rows as the core gives and takes them, by slot; views."""
+    """Returns views of native rows by slot."""
     ids, vectors, scalars, metadata = rows.ids, rows.vectors, rows.scalars, rows.metadata
     spec = table.spec
     columns: ColumnArrays = {ID: ids}
@@ -130,18 +130,18 @@ def row_columns(table: TableShard, rows: _native.RowBlock) -> ColumnArrays:
 
 
 def rows_with_ids(ids: NDArray[np.int64], found: _native.FoundRows) -> _native.RowBlock:
-    """The rows that were found for `ids` [n], with these ids, in memory of their own."""
+    """Returns the rows found for `ids` [n], with a copy of these ids."""
     return _native.RowBlock(ids.copy(), found.vectors, found.scalars, found.metadata)
 
 
 def metadata_of(rows: _native.RowBlock, part: slice) -> _native.RowMetadata:
-    """The metadata of some of the rows; views."""
+    """Returns views of the metadata of some of the rows."""
     known = rows.metadata
     return _native.RowMetadata(known.count[part], known.last_step[part], known.score[part], known.modified_epoch[part])
 
 
 def empty_rows(table: TableShard, count: int) -> _native.RowBlock:
-    """Rows of zeros, to be filled by way of `row_columns`."""
+    """Returns rows of zeros, to be filled with `row_columns`."""
     zeros: Any = np.zeros
     return _native.RowBlock(
         zeros(count, np.int64),

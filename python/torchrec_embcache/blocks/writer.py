@@ -1,4 +1,4 @@
-"""One shard's rows and tensors as blocks: read in runs, put in order, and handed to the core, which writes them."""
+"""Writes one shard's rows and tensors as blocks: reads runs of rows, sorts them, and passes them to the native writer."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -18,12 +18,12 @@ from .schema import WriteBlock, row_columns, table_columns
 
 __all__ = ["write_shard"]
 
-# Rows of a run take at most this.
+# Maximum bytes of the rows of a run.
 RUN_BYTES = 16 << 20
 
 
 def write_shard(session: RecisSession, parallel: int, blocks: list[WriteBlock]) -> bool:
-    """Write the blocks of a shard and end its part of the save; whether it was the last shard."""
+    """Writes the blocks of a shard and finishes its part of the save. Returns True if it was the last shard."""
     to_write = [_native.RecisBlockSpec(block.name, block.slot, block.dtype, block.shape) for block in blocks]
     session.open_files(parallel, to_write)
     helpers = BoundedExecutor(parallel, "embcache-blocks")
@@ -35,8 +35,8 @@ def write_shard(session: RecisSession, parallel: int, blocks: list[WriteBlock]) 
 
 
 class _ShardWriter:
-    """One thread reads a table's rows, run after run; helpers put them in order, into columns that the core writes. One run is held
-    beside the one that is read.
+    """One thread reads a table's rows run by run; helper threads sort them into columns and write them. At most one run is held in
+    addition to the run being read.
     """
 
     def __init__(self, session: RecisSession, executor: BoundedExecutor, blocks: list[WriteBlock]) -> None:
@@ -44,7 +44,7 @@ class _ShardWriter:
         self._blocks = list(enumerate(blocks))
 
     def write(self) -> list[_native.RecisWrittenTable]:
-        """Hand over everything; what the manifest is to say of the tables."""
+        """Writes all blocks. Returns the manifest entries of the tables."""
         dense = [self._executor.submit(self._write_dense, *block) for block in self._blocks if block[1].dense]
         names = dict.fromkeys(block.name for _, block in self._blocks if not block.dense)
         tables = [self._write_table(name) for name in names]
@@ -81,7 +81,7 @@ class _ShardWriter:
                 break
             ordered = _native.bucket_order(rows.ids, table.total_num_buckets, begin, end)
             columns = row_columns(table, rows)
-            # The runs of one block follow each other.
+            # The runs of one block must be written in order.
             for future in under_way:
                 future.result()
             under_way = [

@@ -1,9 +1,10 @@
-"""`embcache`: look at checkpoints, check, compare, copy, merge, convert, divide, index; watch, size and draw tables that run.
+"""`embcache`: inspects, verifies, compares, copies, merges, converts, reshards and indexes checkpoints; monitors, sizes and plots
+tables.
 
-`embcache --help` has the commands.
+`embcache --help` lists the commands.
 
-Exit status: 0 done; 1 damage (`verify`) or differences (`diff`) were found; 2 wrong usage; 3 it could not be done, standard error
-says why. `--json` gives programs all of it, errors too.
+Exit status: 0 success; 1 corruption (`verify`) or differences (`diff`) found; 2 wrong usage; 3 failure, with the reason on standard
+error. `--json` prints complete output for programs, including errors.
 """
 
 import argparse
@@ -36,7 +37,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; `arguments` are the command line's by default. Returns the exit status."""
+    """Runs a command; `arguments` default to those of the command line. Returns the exit status."""
     given = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], CommandReport] = given.run
     try:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return report.exit_code
     except BrokenPipeError:
-        # The reader has closed the pipe. Without this Python would report that once more when it ends.
+        # The reader has closed the pipe. Without this Python would report the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (EmbCacheError, OSError) as error:
@@ -57,12 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-# Adds a command: its name, what it does, and what runs it.
+# Adds a command with a name, a description, and its implementation.
 _AddCommand = Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser]
 
 
 def _add_rewrite_commands(command: _AddCommand, checkpoint: str) -> None:
-    """The commands that write the rows of a checkpoint again."""
+    """Adds the commands that rewrite the rows of a checkpoint."""
     no_counters = "leave out the counts of ids that wait for rows, as for a checkpoint that only serves"
     made = command(
         "reshard",
@@ -85,7 +86,7 @@ def _add_rewrite_commands(command: _AddCommand, checkpoint: str) -> None:
 
 
 def _add_index(command: _AddCommand, checkpoint: str) -> None:
-    """The command that makes ready to serve."""
+    """Adds the command that prepares a checkpoint for serving."""
     made = command(
         "index",
         "make the index by which processes that serve a checkpoint find its rows; they make it themselves otherwise",
@@ -96,7 +97,7 @@ def _add_index(command: _AddCommand, checkpoint: str) -> None:
 
 
 def _add_top(command: _AddCommand) -> None:
-    """The command that looks at tables that run."""
+    """Adds the command that monitors running tables."""
     made = command(
         "top",
         "show hit rates, bytes, reads, compaction and waits of running tables, live",

@@ -1,4 +1,4 @@
-"""`embcache advise`: budgets for tables whose traffic was measured, or is assumed."""
+"""`embcache advise`: budgets for tables with measured or assumed traffic."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ _TABLE_KEYS = "name, rows, dim, ids, zipf and optimizer"
 def add_advise(
     command: Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser],
 ) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     made = command("advise", "divide budgets between tables and tiers, so that batches wait least for the SSD", _advise)
     made.add_argument("traffic", nargs="*", help="what write_traffic wrote: a file for each rank")
     made.add_argument(
@@ -77,7 +77,7 @@ def _advice_table(title: str, advice: BudgetAdvice) -> ReportTable:
 
 
 def assumed_table(text: str, ranks: int = 1) -> TableTraffic:
-    """The share of one of `ranks` ranks in a table as it is given on the command line. `ConfigError` names what is wrong."""
+    """Parses a table option and returns one rank's shard. Raises `ConfigError`, which names the invalid field."""
     fields = dict(field.partition("=")[::2] for field in text.split(","))
     unknown = sorted(fields.keys() - {"name", "rows", "dim", "ids", "zipf", "optimizer"})
     missing = [field for field in ("name", "rows", "dim", "ids") if not fields.get(field)]

@@ -1,4 +1,4 @@
-"""`ls`, `copy` and `prune`: the checkpoints of a directory listed, copied to another one, and removed but for the newest."""
+"""`ls`, `copy` and `prune`: lists the checkpoints of a directory, copies them to another one, and removes all but the latest."""
 
 import argparse
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def add_backup(
     command: Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser],
     checkpoint: str,
 ) -> None:
-    """Add the commands to the parser."""
+    """Adds the commands to the parser."""
     made = command("ls", "list the checkpoints of a directory", lambda a: ls(a.path))
     made.add_argument("path", help="a directory of checkpoints")
 
@@ -39,7 +39,7 @@ def add_backup(
 
 
 def ls(path: str) -> CommandReport:
-    """The checkpoints of a directory, oldest first, the unfinished ones too. `PathError` where there is none."""
+    """Lists the checkpoints of a directory, oldest first, including unfinished ones. Raises `PathError` if there is none."""
     directory = open_to_load(path)
     found = list(list_checkpoints(directory))
     if not found:
@@ -50,10 +50,11 @@ def ls(path: str) -> CommandReport:
 
 
 def copy(source: str, target: str) -> CommandReport:
-    """Copy a checkpoint and all that it builds on to the directory `target`, and hold every byte of the copy against its checksums.
+    """Copies a checkpoint and its base checkpoints to the directory `target`, and verifies every byte of the copy against its
+    checksums.
 
-    The checkpoint is held meanwhile, so that no save removes it. The copy becomes the newest checkpoint in `target`, unless one
-    with a higher number is there.
+    The source is pinned during the copy, so that no save removes it. The copy becomes the latest checkpoint in `target`, unless one
+    with a higher number exists.
     """
     opened = OpenCheckpoint.open(source)
     directory = open_other_directory(target, opened)
@@ -77,9 +78,9 @@ def copy(source: str, target: str) -> CommandReport:
 
 
 def prune(path: str, keep: int) -> CommandReport:
-    """Remove the checkpoints of a directory but the newest `keep` and all that they build on, and what unfinished saves have left.
+    """Removes the checkpoints of a directory except the latest `keep` and their base checkpoints, and files of unfinished saves.
 
-    What a save writes, and what a load or a server reads, stays.
+    Files that a save is writing, or that a load or a server is reading, are kept.
     """
     if keep < 1:
         raise ConfigError(f"--keep {keep}: give 1 or more")

@@ -1,4 +1,4 @@
-"""`inspect`, `verify`, `reshard` and `compact`: what a checkpoint holds, whether it is whole, and its rows written again."""
+"""`inspect`, `verify`, `reshard` and `compact`: shows the contents of a checkpoint, verifies it, and rewrites its rows."""
 
 import json
 import os
@@ -42,9 +42,9 @@ __all__ = [
     "verify",
 ]
 
-#: What `inspect` shows of a table.
+#: The columns of a table in `inspect`.
 _COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_buckets")
-#: How what a table has beside its rows is called where it is shown.
+#: Column titles of a table's state other than rows.
 _EXTRA_STATE = {**EXTRA_STATE, "missing_read": "ids without a row read", "precision": "precision"}
 _WINDOW_BYTES = 8 << 20
 #: The name of a checkpoint's directory.
@@ -53,7 +53,7 @@ CHECKPOINT_NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """One checkpoint of a directory, its manifests checked."""
+    """One checkpoint of a directory, with validated manifests."""
 
     directory: CheckpointDirectory
     name: str
@@ -62,9 +62,9 @@ class OpenCheckpoint:
 
     @classmethod
     def open(cls, path: str) -> "OpenCheckpoint":
-        """`path` is a directory of checkpoints, of which `LATEST` names one, or one checkpoint in it.
+        """Opens a checkpoint. `path` is a directory of checkpoints, whose `LATEST` is used, or one checkpoint in it.
 
-        While this is there no save removes the checkpoint, nor what it builds on.
+        While this object exists, no save removes the checkpoint or its base checkpoints.
         """
         directory = open_to_load(path)
         name = os.path.basename(directory.path)
@@ -82,35 +82,37 @@ class OpenCheckpoint:
 
     @property
     def tables(self) -> list[dict[str, Any]]:
-        """What the manifest says of each table: `module`, `table`, `dim` and so on, and `rows`, with the rows of its parents."""
+        """Each table's entry in the manifest: `module`, `table`, `dim` and so on, and `rows`, including the rows of base
+        checkpoints.
+        """
         return [{**entry["spec"], "rows": entry["total_rows"]} for entry in self.manifest["tables"]]
 
     @property
     def pending(self) -> list[int | None]:
-        """How many ids without a row have counts in it, for each table; None where counts were not saved.
+        """Number of ids with admission counts and no row, for each table; None if counts were not saved.
 
-        In a delta these are the ids that were counted since its parent.
+        For a delta these are the ids that were counted since its parent.
         """
         return [entry.get("pending") for entry in self.manifest["tables"]]
 
     @property
     def step_times(self) -> list[int | None]:
-        """How many times of steps it has for each table, for rules in seconds; None where it has none."""
+        """Number of step times of each table, for rules in seconds; None if it has none."""
         return [count_step_times(entry.get("clock", "")) for entry in self.manifest["tables"]]
 
     @cached_property
     def chain(self) -> list[dict[str, Any]]:
-        """The manifests of the checkpoint and of all that it builds on, newest first."""
+        """The manifests of the checkpoint and of its base checkpoints, latest first."""
         return [json.loads(manifest) for manifest in self.rows.chain_manifests()]
 
     @property
     def is_delta(self) -> bool:
-        """Whether it builds on another checkpoint."""
+        """True if it is based on another checkpoint."""
         return self.manifest["parent"] is not None
 
     @property
     def is_for_serving(self) -> bool:
-        """Whether it is a serving checkpoint: its rows have no slots."""
+        """True for a serving checkpoint, whose rows have no slots."""
         return bool(self.manifest["kind"] == "serving")
 
 
@@ -119,7 +121,7 @@ def _open_newest(directory: CheckpointDirectory) -> tuple[CheckpointDirectory, s
 
 
 def list_checkpoints(directory: CheckpointDirectory) -> Iterator[dict[str, Any]]:
-    """Every checkpoint of a directory, oldest first, the unfinished ones too."""
+    """Yields every checkpoint of a directory, oldest first, including unfinished ones."""
     root = directory.path
     try:
         latest = _native.latest_checkpoint(directory)
@@ -150,7 +152,7 @@ def list_checkpoints(directory: CheckpointDirectory) -> Iterator[dict[str, Any]]
 
 
 def checkpoints_grid(root: str, found: list[dict[str, Any]]) -> ReportTable:
-    """What `list_checkpoints` gave, as a table."""
+    """Formats the result of `list_checkpoints` as a table."""
     return ReportTable(
         f"Checkpoints in {root}",
         ("name", "kind", "parent", "ranks", "rows", "bytes", "saved", ""),
@@ -171,7 +173,7 @@ def checkpoints_grid(root: str, found: list[dict[str, Any]]) -> ReportTable:
 
 
 def inspect(path: str) -> CommandReport:
-    """The checkpoints of a directory, and the tables of the newest (or of the one that `path` is); the tables of an `ssd_dir`."""
+    """Shows the checkpoints of a directory, and the tables of the latest (or of `path` itself); or the tables of an `ssd_dir`."""
     directory = Path(open_to_load(path).path)
     if not path_exists(directory / "LATEST") and (shards := find_shards(directory)):
         return inspect_tiers(directory, shards)
@@ -181,7 +183,7 @@ def inspect(path: str) -> CommandReport:
     for table, pending, times in zip(tables, opened.pending, opened.step_times, strict=True):
         table["pending"], table["step_times"] = pending, times
         table["sweeps"] = [sweep for link in links for sweep in table_sweeps(link, table["module"], table["table"])]
-        # Whether there is one. Its numbers would fill pages.
+        # Only its presence is shown: its values would fill pages.
         table["oov_row"] = "yes" if "oov_row" in table else None
         table["missing_read"] = _format_missing_read(table["missing_read"])
         table.setdefault("precision", None)
@@ -219,7 +221,7 @@ def _format_missing_read(manifest_value: str | dict[str, float]) -> str | float:
 
 
 def _sweeps_grid(opened: OpenCheckpoint, tables: list[dict[str, Any]]) -> ReportTable:
-    """The sweeps of every delta of the chain, oldest first."""
+    """Lists the sweeps of every delta of the chain, oldest first."""
     return ReportTable(
         f"Sweeps in {opened.name} and what it builds on",
         ("module", "table", "checkpoint", "after step", "takes rows"),
@@ -232,7 +234,7 @@ def _sweeps_grid(opened: OpenCheckpoint, tables: list[dict[str, Any]]) -> Report
 
 
 def _dense_damage(opened: OpenCheckpoint) -> str | None:
-    """Read every byte of the tensors and objects beside the tables. Returns what is wrong with them, if anything."""
+    """Reads every byte of the tensors and objects stored besides the tables. Returns the corruption error, if any."""
     window = np.empty(_WINDOW_BYTES, np.uint8)
     try:
         reader = _native.CheckpointReader(opened.directory, opened.name)
@@ -246,9 +248,9 @@ def _dense_damage(opened: OpenCheckpoint) -> str | None:
 
 
 def _check_index(opened: OpenCheckpoint) -> dict[str, Any] | None:
-    """How many rows the index for servers beside the checkpoint has, and what is wrong with it, if anything.
+    """Checks the checkpoint's serving index. Returns its number of rows, and the error if it is corrupted.
 
-    None where there is no such file, or one that servers make anew.
+    Returns None if there is no such file, or if servers would rebuild it.
     """
     try:
         rows = _native.check_serving_index(opened.directory, opened.name)
@@ -258,9 +260,9 @@ def _check_index(opened: OpenCheckpoint) -> dict[str, Any] | None:
 
 
 def verify(path: str) -> CommandReport:
-    """Read every byte of a checkpoint and hold it against its checksums. Damage is exit status 1.
+    """Reads every byte of a checkpoint and verifies it against its checksums. The exit status is 1 if it is corrupted.
 
-    An index for servers beside the checkpoint is held against the rows. To do that takes about 17 bytes of memory a row.
+    A serving index of the checkpoint is verified against the rows, which uses about 17 bytes of memory per row.
     """
     try:
         opened = OpenCheckpoint.open(path)
@@ -288,7 +290,7 @@ def verify(path: str) -> CommandReport:
     try:
         index = _check_index(opened) if whole else None
     except EmbCacheError as error:
-        # What was found of the rows is worth more than the index, which can be made anew.
+        # The result for the rows is still reported; the index can be rebuilt.
         notes.append(f"the index for servers was not checked: {error}")
     whole = whole and not (index and index["error"])
     grid = ReportTable(
@@ -311,7 +313,7 @@ def verify(path: str) -> CommandReport:
 
 
 def open_other_directory(target: str, opened: OpenCheckpoint) -> CheckpointDirectory:
-    """The directory `target`, to save to. `PathError` where it is that of the checkpoint."""
+    """Opens the directory `target` for saving. Raises `PathError` if it contains the checkpoint itself."""
     directory = open_to_save(target)
     if os.path.samefile(directory.path, opened.root):
         raise PathError(f"{target} holds the checkpoint itself: give another directory")
@@ -319,9 +321,9 @@ def open_other_directory(target: str, opened: OpenCheckpoint) -> CheckpointDirec
 
 
 def reshard(source: str, target: str, world_size: int, *, counters: bool = True) -> CommandReport:
-    """Write a checkpoint again to the directory `target`, divided as `world_size` ranks would have saved it.
+    """Rewrites a checkpoint to the directory `target`, sharded as if `world_size` ranks had saved it.
 
-    `counters`: False leaves out the counts of ids that wait for rows.
+    With `counters=False`, the admission counts are omitted.
     """
     opened = OpenCheckpoint.open(source)
     directory = open_other_directory(target, opened)
@@ -335,7 +337,7 @@ def reshard(source: str, target: str, world_size: int, *, counters: bool = True)
 
 
 def compact(path: str, keep: int, *, counters: bool = True) -> CommandReport:
-    """Merge the newest checkpoint of a directory and all it builds on into a full one; see `Saver.compact`."""
+    """Merges the latest checkpoint of a directory and its base checkpoints into a full one; see `Saver.compact`."""
     done = Saver(path_checks=default_checks()).compact(path, keep=keep, counters=counters)
     rows = sum(entry["rows"] for entry in OpenCheckpoint.open(path).tables)
     data = {"path": path, "checkpoint": done.checkpoint, "rows": rows}

@@ -1,4 +1,4 @@
-"""`diff`: where two checkpoints differ, row by row, in bounded memory."""
+"""`diff`: compares two checkpoints row by row, in bounded memory."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,22 +15,22 @@ from .report import EXIT_FOUND, CommandReport, ReportTable
 
 __all__ = ["diff"]
 
-#: Bytes of the rows that are compared at a time.
+#: Bytes of rows that are compared at a time.
 _WINDOW_BYTES = 128 << 20
-#: What must be equal for rows to be compared at all, and what is only told.
+#: Fields that must be equal for rows to be comparable, and fields whose differences are only reported.
 _SHAPE_FIELDS = ("dim", "total_num_buckets")
 _SETTING_FIELDS = ("key", "optimizer", "step", "seed", "initializer", "oov_row", "missing_read", "precision")
 _METADATA_FIELDS = ("count", "last_step", "score", "modified_epoch")
-#: What can be said of the counts of ids that wait for rows. All but the last is a difference.
+#: Possible results for the admission counts. All but the last are differences.
 _ONLY = ("only in the first", "only in the second")
 _DIFFER, _EQUAL = "differ", "equal"
-#: Bytes that the count of an id takes while it is compared.
+#: Bytes per admission count during the comparison.
 _COUNT_BYTES = 64
 
 
 @dataclass
 class TableDiff:
-    """Numbers of rows, and of ids that wait for rows, by what is different of them; a row may be among several."""
+    """Numbers of rows and of pending ids by kind of difference; a row may have several kinds."""
 
     module: str
     table: str
@@ -54,7 +54,7 @@ class TableDiff:
 
     @property
     def differs(self) -> bool:
-        """Whether anything does, settings and counts included."""
+        """True if anything differs, including settings and counts."""
         rows = self.only_first or self.only_second or self.weights or self.slots or self.metadata
         return bool(self.settings or rows or self.counts not in ("", _EQUAL))
 
@@ -62,18 +62,18 @@ class TableDiff:
 def diff(
     first: str, second: str, show_ids: int = 0, ignore_metadata: bool = False, *, counters: bool = True
 ) -> CommandReport:
-    """Compare two checkpoints: tables, settings and rows, bit for bit. Differences are exit status 1.
+    """Compares two checkpoints: tables, settings and rows, bitwise. The exit status is 1 if they differ.
 
-    The counts of ids that wait for rows are compared one by one: occurrences, clicks, and which of them are forgotten next.
+    The admission counts of pending ids are compared one by one: occurrences, clicks, and which of them are dropped next.
 
     Args:
         first: A directory of checkpoints, or one checkpoint in it.
-        second: The other.
-        show_ids: How many ids of rows that differ to list for each table, and how many of ids whose counts do.
-        ignore_metadata: Whether counts, steps, scores and epochs of rows may differ, and which ids are forgotten next.
-        counters: False: the counts of ids that wait for rows may differ, or be in one of them only.
+        second: The other checkpoint.
+        show_ids: Maximum number of ids to list per table, for rows and for admission counts that differ.
+        ignore_metadata: If true, counts, steps, scores and epochs of rows may differ, and which counts are dropped next.
+        counters: If false, admission counts may differ or exist in only one of the checkpoints.
 
-    Of a serving checkpoint the weights are compared as they are read. It has no slots, so those of the other are left out.
+    The weights of a serving checkpoint are compared as they are read. It has no slots, so the slots of the other are ignored.
     """
     one, other = OpenCheckpoint.open(first), OpenCheckpoint.open(second)
     tables = [{(entry["module"], entry["table"]): entry for entry in side.tables} for side in (one, other)]
@@ -122,13 +122,13 @@ def diff(
 
 
 def _cell(result: TableDiff) -> Callable[[str], object]:
-    """What people see of a field: nothing where there is nothing."""
+    """Returns a function that formats a field: empty if it is None."""
     return lambda name: "" if getattr(result, name) is None else getattr(result, name)
 
 
 @dataclass(frozen=True)
 class _DiffOptions:
-    """What is compared, and how much of it is told."""
+    """Options of a comparison."""
 
     show_ids: int
     ignore_metadata: bool
@@ -137,7 +137,7 @@ class _DiffOptions:
 
 
 def _count_pending(side: OpenCheckpoint, table: dict[str, Any]) -> int | None:
-    """At least as many ids as wait for rows of a table; None where counts were not saved."""
+    """Returns an upper bound of the number of pending ids of a table; None if counts were not saved."""
     found = [
         entry.get("pending")
         for link in side.chain
@@ -148,7 +148,7 @@ def _count_pending(side: OpenCheckpoint, table: dict[str, Any]) -> int | None:
 
 
 def _record_counts(result: TableDiff, has_counts: tuple[bool, bool]) -> None:
-    """Say what is different of the counts, of which each of both has some or none."""
+    """Records the differences of the counts. `has_counts` states which of the two checkpoints has counts."""
     if not has_counts[0]:
         result.pending_first = None
     if not has_counts[1]:
@@ -158,7 +158,7 @@ def _record_counts(result: TableDiff, has_counts: tuple[bool, bool]) -> None:
         result.counts = _DIFFER if differ else _EQUAL
     elif any(has_counts):
         result.counts = _ONLY[has_counts.index(True)]
-        # Of the other nothing is known.
+        # The other checkpoint has no counts to compare with.
         result.pending_only_first = result.pending_only_second = 0
         result.pending_ids = []
 
@@ -177,7 +177,7 @@ def _diff_table(
     result.settings = [name for name in _SETTING_FIELDS if first.get(name) != second.get(name)]
     pending = [_count_pending(side, first) if options.counters else None for side in (one, other)]
     has = (pending[0] is not None, pending[1] is not None)
-    # Weights, at most two slots, and what else belongs to a row.
+    # Weights, at most two slots, id and metadata.
     row_bytes = first["dim"] * 4 * 3 + 64
     rows, ids = first["rows"] + second["rows"], sum(each or 0 for each in pending)
     windows = max(1, (rows * row_bytes + ids * _COUNT_BYTES) // _WINDOW_BYTES)
@@ -197,7 +197,7 @@ def _diff_table(
 
 @dataclass(frozen=True)
 class _PendingCounts:
-    """Ids that wait for rows, rising, and what each column has of them."""
+    """Pending ids, ascending, and their columns."""
 
     ids: NDArray[np.int64]
     columns: NDArray[np.int64]  # [n, 3]: occurrences, clicks, whether it is forgotten next
@@ -217,7 +217,7 @@ class _PendingCounts:
 
 @dataclass(frozen=True)
 class _RowWindow:
-    """Rows by id."""
+    """Rows sorted by id."""
 
     ids: NDArray[np.int64]
     weights: NDArray[np.float32]
@@ -272,7 +272,7 @@ def _diff_rows(result: TableDiff, one: _RowWindow, other: _RowWindow, options: _
     slots = _rows_differ(one.slots[left], other.slots[right]) if options.slots else np.zeros(len(common), bool)
     metadata = np.zeros(len(common), bool)
     if not options.ignore_metadata:
-        # A serving checkpoint has no `modified_epoch`, which comes last.
+        # A serving checkpoint has no `modified_epoch`, which is the last field.
         compared = len(_METADATA_FIELDS) - (0 if options.slots else 1)
         for mine, theirs in zip(one.metadata[:compared], other.metadata[:compared], strict=True):
             metadata |= _rows_differ(mine[left, None], theirs[right, None])
@@ -289,7 +289,7 @@ def _diff_rows(result: TableDiff, one: _RowWindow, other: _RowWindow, options: _
 
 
 def _rows_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
-    """Rows that are not the same bits."""
+    """Returns True for the rows that are not bitwise identical."""
     bits = [np.ascontiguousarray(side).view(f"u{side.dtype.itemsize}") for side in (one, other)]
     differ: NDArray[np.bool_] = np.any(bits[0] != bits[1], axis=1)
     return differ

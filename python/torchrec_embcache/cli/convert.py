@@ -1,4 +1,6 @@
-"""`convert`: tables from other layouts into a checkpoint, and a checkpoint's into plain safetensors or npy files, or TorchRec's."""
+"""`convert`: converts tables of other formats to a checkpoint, or a checkpoint to safetensors or npy files, or to TorchRec's
+format.
+"""
 
 import contextlib
 import dataclasses
@@ -29,20 +31,20 @@ from .sinks import SINKS
 __all__ = ["ConvertSettings", "check_unused_options", "convert"]
 
 _DEFAULT_BUCKETS = 65_536
-#: The longest name of a directory in bytes, and how many bytes of a longer one are kept before its hash.
+#: Maximum length of a directory name in bytes, and the bytes of a longer name that are kept in front of its hash.
 _MAX_FOLDER_BYTES = 255
 _KEPT_FOLDER_BYTES = 200
-#: What layouts that do not name their slots call them, by how many there are.
+#: Slot names of layouts that do not name their slots, mapped to torch's names.
 _UNNAMED = {
     ("momentum1",): ("sum",),
     ("momentum1", "momentum2"): ("exp_avg", "exp_avg_sq"),
-    ("exp_avg_sq", "momentum1"): ("exp_avg_sq", "exp_avg"),  # TorchRec calls the first of any slots momentum1
+    ("exp_avg_sq", "momentum1"): ("exp_avg_sq", "exp_avg"),  # TorchRec calls the first slot momentum1
 }
 
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What a foreign layout does not say of its tables, or a checkpoint of ours not of TorchRec's (see `DcpNames`)."""
+    """Settings that a foreign layout does not contain, or that TorchRec needs and our checkpoints lack (see `DcpNames`)."""
 
     module: str = ""
     optimizer: str | None = None
@@ -56,14 +58,14 @@ class ConvertSettings:
     sequences: Sequence[str] = ()
 
 
-#: The options of `Settings` whose names differ from their fields'.
+#: The options of `ConvertSettings` whose names differ from their fields'.
 _OPTIONS = {"total_num_buckets": "--buckets", "sequences": "--sequence"}
 _INTO_CHECKPOINT = ("module", "optimizer", "step", "total_num_buckets", "rename", "skip")
 _INTO_TORCHREC = ("model_key", "optimizer_key", "rows", "sequences", "rename", "skip")
 
 
 def _used_fields(from_layout: str, to_layout: str) -> tuple[str, ...]:
-    """The fields of `Settings` that a conversion uses."""
+    """Returns the fields of `ConvertSettings` that a conversion uses."""
     if to_layout == "torchrec-dcp":
         return _INTO_TORCHREC
     if to_layout != "embcache":
@@ -72,7 +74,7 @@ def _used_fields(from_layout: str, to_layout: str) -> tuple[str, ...]:
 
 
 def check_unused_options(settings: ConvertSettings, used: Collection[str], conversion: str) -> None:
-    """`ConfigError` for an option that is none of the fields `used`, which `conversion` would ignore."""
+    """Raises `ConfigError` for an option that is not among the fields `used`: `conversion` would ignore it."""
     for each in dataclasses.fields(ConvertSettings):
         given, default = getattr(settings, each.name), getattr(ConvertSettings(), each.name)
         if each.name not in used and given != default:
@@ -81,20 +83,20 @@ def check_unused_options(settings: ConvertSettings, used: Collection[str], conve
 
 
 def _check_known_names(option: str, given: Collection[str], known: Collection[str], source: str) -> None:
-    """`InputError` for a name that is not there: it may be a typing error."""
+    """Raises `InputError` for an unknown name, which may be a typing error."""
     if unknown := sorted(set(given) - set(known)):
         raise InputError(f"{option} {unknown[0]}: {source} has {', '.join(sorted(known)) or 'none'}")
 
 
 def convert(source: str, target: str, from_layout: str, to_layout: str, settings: ConvertSettings) -> CommandReport:
-    """Write the tables of `source` to the directory `target`.
+    """Writes the tables of `source` to the directory `target`.
 
     Args:
         source: A checkpoint, or a directory in another layout.
-        target: Made when missing; a checkpoint becomes the newest there, another layout needs an empty directory.
+        target: Created if missing. A checkpoint becomes the latest there; another layout requires an empty directory.
         from_layout: "auto", "embcache", or a name in `layouts.READERS`.
         to_layout: "embcache", "safetensors", "npy" or "torchrec-dcp".
-        settings: For layouts that do not say it.
+        settings: Settings that the source layout does not contain.
     """
     check_path("source", source)
     if from_layout == "auto":
@@ -124,7 +126,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
                 f"the steps and shared rows of tables, and the counts, steps and scores of rows, are not in {target}"
             )
     else:
-        # Names and permissions of a foreign directory are not checked. Its contents are.
+        # Names and permissions of a foreign directory are not checked; its contents are.
         if not Path(source).is_dir():
             raise PathError(f"{source} is not a directory")
         tables = list(READERS[from_layout](Path(source)))
@@ -154,7 +156,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
 
 
 def _strip_model_key(table: StoredTable, key: str) -> StoredTable:
-    """The table with the path of its module below `key`."""
+    """Returns the table with its module path relative to `key`."""
     described = table.description or {}
     module = described["module"]
     if module != key and not module.startswith(f"{key}."):
@@ -180,7 +182,7 @@ def _import_tables(
             writer.write_rows(json.dumps(spec), 0, spec["total_num_buckets"], iter(chunks))
             last_epoch = max(last_epoch, chunks.last_epoch)
         session.write(lambda: RankPart(writer.finish()))
-        # Rows that are trained from here on carry a later epoch than all that came in, so that the next delta has only those.
+        # Rows that are trained later have a later epoch than all imported ones, so that the next delta contains only the former.
         session.publish(last_epoch + 1)
     return [
         {
@@ -195,7 +197,7 @@ def _import_tables(
 
 
 def _table_spec(table: StoredTable, settings: ConvertSettings) -> tuple[dict[str, Any], dict[str, str]]:
-    """A table as the manifest describes it, and its slots: torch's name to the layout's."""
+    """Returns a table's manifest entry, and the mapping of torch's slot names to the layout's."""
     if unread := {slot: why for slot, why in table.unread.items() if slot not in settings.skip}:
         raise UnsupportedError(
             f"table {table.name!r}: "
@@ -237,13 +239,13 @@ def _table_spec(table: StoredTable, settings: ConvertSettings) -> tuple[dict[str
                 "both the same dim, or take oov_row and missing_read out of table.json"
             )
         spec["oov_row"] = _oov_row(described, wanted, table.dim)
-    # A table with such a row reads it, unless its settings say otherwise.
+    # A table with an OOV row reads it for missing ids, unless its settings state otherwise.
     spec["missing_read"] = described.get("missing_read", "oov_row" if "oov_row" in described else "initial")
     return spec, dict(zip(names, present, strict=True))
 
 
 def _oov_row(described: Mapping[str, Any], optimizer: type[OptimizerSpec], dim: int) -> str:
-    """The described shared row, eight digits a number; its slots are zeros where they are of another optimizer."""
+    """Returns the encoded OOV row, eight digits per value. Its slots are zeros if they belong to another optimizer."""
     given: str = described["oov_row"]
     if described.get("optimizer", {}).get("name") == optimizer.kind:
         return given
@@ -253,7 +255,7 @@ def _oov_row(described: Mapping[str, Any], optimizer: type[OptimizerSpec], dim: 
 
 
 def _guess_optimizer(table: StoredTable, present: tuple[str, ...], names: tuple[str, ...]) -> str:
-    """The optimizer whose slots these are; Adam where it may be another with these slots too."""
+    """Guesses the optimizer from the slots; Adam if several optimizers have these slots."""
     if not names:
         return "sgd"
     of_a_row = {name for name, slot in zip(names, present, strict=True) if table.slots[slot] == 0}
@@ -265,7 +267,7 @@ def _guess_optimizer(table: StoredTable, present: tuple[str, ...], names: tuple[
 
 
 class _ImportChunks:
-    """Rows as the core takes them. `last_epoch` is the greatest epoch of those handed over."""
+    """Rows in their native form. `last_epoch` is the greatest epoch of the rows yielded so far."""
 
     def __init__(self, table: StoredTable, optimizer: type[OptimizerSpec], slots: Mapping[str, str]) -> None:
         self._table = table
@@ -296,7 +298,7 @@ class _ImportChunks:
 
 
 def _export_to(target: str, opened: OpenCheckpoint, layout: str, settings: ConvertSettings) -> list[dict[str, Any]]:
-    """Export to the directory `target`, and remove it after an error where this made it."""
+    """Exports to the directory `target`. After an error, removes the directory if it was created here."""
     made = not os.path.lexists(target)
     with DirectoryHandle.open_to_save(target) as empty:
         try:
@@ -311,7 +313,7 @@ def _export_to(target: str, opened: OpenCheckpoint, layout: str, settings: Conve
 def _export_tables(
     opened: OpenCheckpoint, target: DirectoryHandle, layout: str, settings: ConvertSettings
 ) -> list[dict[str, Any]]:
-    """Write every table below `target`. Where one cannot be written nothing is left of any."""
+    """Writes every table below `target`. After an error, removes all of them."""
     if target.list_names():
         raise PathError(f"{target.path} is not empty: give a new directory")
     try:
@@ -339,7 +341,7 @@ def _export_dcp(opened: OpenCheckpoint, target: DirectoryHandle, settings: Conve
 
 
 def _export_plain(opened: OpenCheckpoint, target: DirectoryHandle, layout: str) -> list[dict[str, Any]]:
-    """Write every table to a directory of its own."""
+    """Writes every table to its own directory."""
     names = [_folder_name(entry["module"], entry["table"]) for entry in opened.tables]
     if len(set(names)) < len(names):
         raise PathError(f"{target.path}: two tables would share one directory below it; their directories are {names}")
@@ -371,7 +373,7 @@ def _export_table(
 
 
 def _folder_name(module: str, table: str) -> str:
-    """A directory's name for a table: readable, and one component that is neither `.` nor `..`."""
+    """Returns a directory name for a table: readable, and a single component that is neither `.` nor `..`."""
     name = (f"{module}.{table}" if module else table).replace("/", "_").replace("\0", "_")
     if not name.strip("."):
         return name.replace(".", "%2E")

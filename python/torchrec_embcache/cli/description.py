@@ -1,6 +1,6 @@
-"""`table.json`, which lies beside the columns of a table that `convert` wrote out: what the columns do not say of it.
+"""`table.json`, stored next to the columns of an exported table: properties that the columns do not contain.
 
-Anybody can edit that file, so it is read as hostile input: every field is checked here before anything uses it.
+The file can be edited by anyone, so it is treated as untrusted input: every field is validated here before it is used.
 """
 
 import json
@@ -12,10 +12,10 @@ from torchrec_embcache.exceptions import CorruptionError
 
 __all__ = ["DESCRIPTION_FILE", "parse_description"]
 
-#: Name of the file. It holds the table's entry of the checkpoint's manifest.
+#: Name of the file. It contains the table's entry of the checkpoint's manifest.
 DESCRIPTION_FILE = "table.json"
 
-#: Fields that are integers, with the least and the greatest value of each.
+#: Integer fields, with the minimum and maximum of each.
 _INTEGER_RANGES = {
     "key": (0, (1 << 64) - 1),
     "seed": (0, (1 << 64) - 1),
@@ -25,9 +25,9 @@ _INTEGER_RANGES = {
 
 
 def parse_description(data: bytes, path: str) -> dict[str, Any]:
-    """The fields of a `table.json`, each of its right type and range. Fields may be missing, and unknown ones stay.
+    """Parses a `table.json` and validates the type and range of each field. Fields may be missing; unknown fields are kept.
 
-    Raises `CorruptionError`, which names `path`, the field, what was expected and what was found.
+    Raises `CorruptionError`, which names `path`, the field, the expected and the found value.
     """
     try:
         found = json.loads(data)
@@ -78,7 +78,7 @@ def _check_object(path: str, field: str, value: object) -> None:
 
 
 def _check_missing_read(path: str, value: object) -> None:
-    """What evaluation reads for an id without a row: its name, or a number in every column."""
+    """Validates the value that evaluation reads for missing ids: its name, or a number for every column."""
     number = value.get("value") if isinstance(value, dict) and len(value) == 1 else None
     if not _is_finite(number) and value not in ("zeros", "initial", "oov_row"):
         raise _field_error(
@@ -87,7 +87,7 @@ def _check_missing_read(path: str, value: object) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    # Of an integer that no float can hold, `math.isfinite` raises OverflowError.
+    # `math.isfinite` raises OverflowError for an integer that no float can represent.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

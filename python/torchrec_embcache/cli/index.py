@@ -1,4 +1,4 @@
-"""`index`: the file by which processes that serve a checkpoint find its rows, made ahead."""
+"""`index`: builds the serving index of a checkpoint in advance."""
 
 import os
 
@@ -12,7 +12,7 @@ __all__ = ["build_index"]
 
 
 def build_index(path: str, checkpoint: str | None = None) -> CommandReport:
-    """Build the index of a checkpoint: the newest, the one that `checkpoint` names or numbers, or `path` itself."""
+    """Builds the index of a checkpoint: the latest, the one named or numbered by `checkpoint`, or `path` itself."""
     directory = open_to_load(path)
     name = os.path.basename(directory.path)
     root = CheckedPath(directory.path)

@@ -1,17 +1,17 @@
-"""The layouts of embedding tables on disk that `convert` reads. In every layout a table is read as columns, some rows at a time.
+"""The on-disk layouts of embedding tables that `convert` reads. Every layout is read as columns, in chunks of rows.
 
 - `recsdk`: a directory for each table. It has the files `key/slice.data` (ids, int64), `embedding/slice.data` (weights, fp32), and
-  for optimizers that have them `momentum1/slice.data` and `momentum2/slice.data` (fp32). Beside each file is a `slice.attribute`
+  for optimizers that have them `momentum1/slice.data` and `momentum2/slice.data` (fp32). Next to each file is a `slice.attribute`
   of int64 numbers: the bytes of an element, the number of rows, and (not for ids) the width of a row. In older saves all of these
   are in a directory `rank<k>` for each rank.
 - `recis`: safetensors files. A table is divided into n parts. Part i has a tensor `<table>.id/part_<i>_<n>`, a tensor of the same
   form for `.embedding`, and one for each slot.
 - `safetensors`: a directory for each table. The tensors in its `*.safetensors` files are `id`, `weight`, and one for each slot. The
-  files of a single table may also lie in the given directory itself.
+  files of a single table may also be in the given directory itself.
 - `npy`: a directory for each table, with `id.npy`, `weight.npy`, and one file for each slot.
-- `torchrec-dcp`: a checkpoint that `torch.distributed.checkpoint` wrote of TorchRec's own tables; see `torchrec_dcp`.
+- `torchrec-dcp`: a checkpoint of TorchRec's own tables written by `torch.distributed.checkpoint`; see `torchrec_dcp`.
 
-What is said here of the first two was read from the sources of RecSDK's torchrec_embcache and of RecIS 1.2.
+The first two formats are as implemented in the sources of RecSDK's torchrec_embcache and of RecIS 1.2.
 """
 
 import contextlib
@@ -40,19 +40,19 @@ TableColumns = dict[str, NDArray[Any]]
 
 #: The columns of a row's metadata, and the type of each.
 METADATA = {"count": np.uint32, "last_step": np.uint64, "score": np.float32, "modified_epoch": np.uint32}
-#: The columns of the metadata that are integers, and the greatest value of each. A table has to count on from it.
+#: The integer columns of the metadata, and the maximum of each. A table must be able to increment it.
 _WHOLE_METADATA = {"count": (1 << 32) - 1, "last_step": (1 << 63) - 1, "modified_epoch": (1 << 32) - 2}
-#: The widest embedding that a table can have.
+#: Maximum width of an embedding.
 _MAX_DIM = 65_536
-#: How many bytes of rows are read at a time.
+#: Bytes of rows that are read at a time.
 _CHUNK_BYTES = 32 << 20
-#: What numpy raises for a damaged header. (It evaluates the header as a Python literal.)
+#: Exceptions that numpy raises for a corrupted header. (It evaluates the header as a Python literal.)
 _NPY_ERRORS = (ValueError, EOFError, SyntaxError, tokenize.TokenError, RecursionError, OverflowError, TypeError)
-#: The name of a tensor of RecIS: a part of a table's column.
+#: Name of a RecIS tensor: a part of a table's column.
 _PART = re.compile(r"(?P<table>.+)\.(?P<column>[^./]+)/part_(?P<shard>\d{1,9})_(?P<shards>\d{1,9})")
-#: The types of integers, as safetensors names them.
+#: Integer types by their names in safetensors.
 _INTEGERS = frozenset({"I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8"})
-#: The other form of RecIS' names. It ends in the slice of ids that the part has.
+#: The other form of RecIS' names. It ends in the part's slice of ids.
 _SLICED = re.compile(r"(?P<table>.+)@(?P<column>[^@^]+)\^(?P<shard>.+)")
 
 
@@ -60,10 +60,10 @@ _SLICED = re.compile(r"(?P<table>.+)@(?P<column>[^@^]+)\^(?P<shard>.+)")
 class StoredTable:
     """A table in a foreign layout.
 
-    `slots`: the width of each slot, by the slot's name. It is that of the embedding, or 0 where a row has one number. `chunks`
-    returns the rows, some at a time, as columns: `id` [n] (int64), `weight` [n, D] and each slot [n, D] or [n] (fp32), and the
-    metadata, if the layout has it. `description`: what `table.json` says of the table, if `convert` wrote it. `skipped`: the names
-    of tensors that belong to no table. `unread`: the slots that cannot be read, by name, with the reason.
+    `slots`: the width of each slot by name: the width of the embedding, or 0 for one value per row. `chunks` yields chunks of rows
+    as columns: `id` [n] (int64), `weight` [n, D] and each slot [n, D] or [n] (fp32), and the metadata, if the layout has it.
+    `description`: the contents of `table.json`, if `convert` wrote it. `skipped`: the names of tensors that belong to no table.
+    `unread`: the slots that cannot be read, by name, with the reason.
     """
 
     name: str
@@ -77,7 +77,7 @@ class StoredTable:
 
 
 def detect_layout(path: Path) -> str:
-    """The layout of the directory `path`. `InputError` where it has none that is known."""
+    """Detects the layout of the directory `path`. Raises `InputError` if it is unknown."""
     if (path / "LATEST").is_file() or (path / "manifest.json").is_file():
         return "embcache"
     for name, marks in {
@@ -98,9 +98,9 @@ def _chunk_rows(row_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _open_regular_file(path: Path) -> Iterator[Path]:
-    """Open a regular file. The path that this gives leads to it, whatever happens to its name.
+    """Opens a regular file. The yielded path refers to it even if it is renamed.
 
-    `CorruptionError` where something else is there: a read from a pipe or a device might never end.
+    Raises `CorruptionError` for any other file type: a read from a pipe or a device might never end.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -115,8 +115,8 @@ def _open_regular_file(path: Path) -> Iterator[Path]:
 
 
 def _map_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A file of numbers alone, mapped as an array. A part of the file is read when that part of the array is used."""
-    wanted = math.prod(shape) * np.dtype(dtype).itemsize  # These are Python's integers, which do not overflow.
+    """Maps a file of numbers as an array. Parts of the file are read when that part of the array is used."""
+    wanted = math.prod(shape) * np.dtype(dtype).itemsize  # Python integers, which do not overflow.
     with _open_regular_file(path) as file:
         if (found := file.stat().st_size) != wanted:
             raise CorruptionError(f"{path}: offset 0: the file's length: expected {wanted}, found {found}")
@@ -166,7 +166,7 @@ def _read_recsdk(path: Path) -> Iterator[StoredTable]:
 
 
 def _check_array(table: str, column: str, values: NDArray[Any]) -> None:
-    """`InputError` unless `values` has the number of dimensions that the column needs, and for metadata a type that fits."""
+    """Raises `InputError` unless `values` has the dimensions of the column, and for metadata a fitting type."""
     if column == "weight":
         fits, shape = values.ndim == 2, "[rows, dim]"
     elif column == "id" or column in METADATA:
@@ -180,7 +180,7 @@ def _check_array(table: str, column: str, values: NDArray[Any]) -> None:
 
 
 def _check_metadata(table: str, column: str, values: NDArray[Any]) -> None:
-    """`InputError` unless every value fits the metadata's type. Otherwise the conversion would change values and not say so."""
+    """Raises `InputError` unless every value fits the metadata's type. Otherwise the conversion would silently change values."""
     whole = column in _WHOLE_METADATA
     if values.dtype.kind not in ("iu" if whole else "f"):
         raise InputError(
@@ -198,7 +198,7 @@ def _check_metadata(table: str, column: str, values: NDArray[Any]) -> None:
 def _table_from_parts(
     name: str, parts: list[TableColumns], dim: int, description: dict[str, Any] | None = None
 ) -> StoredTable:
-    """The table `name` of which each part is a dict of arrays. The arrays may be mapped files."""
+    """Returns the table `name` from its parts, each a dict of arrays. The arrays may be mapped files."""
     slots = {
         column: (dim if values.ndim == 2 else 0)
         for column, values in parts[0].items()
@@ -231,7 +231,7 @@ def _table_from_parts(
 
 @dataclass(frozen=True)
 class _TensorSlice:
-    """A tensor in a safetensors file. Its rows are read in slices."""
+    """A tensor in a safetensors file, read in slices of rows."""
 
     file: Path
     name: str
@@ -335,10 +335,10 @@ def _read_recis(path: Path) -> Iterator[StoredTable]:
             continue
         match = _PART.fullmatch(tensor.name) or _SLICED.fullmatch(tensor.name)
         if match is None:
-            skipped.append(tensor.name)  # It is a dense tensor.
+            skipped.append(tensor.name)  # a dense tensor
             continue
         column = "weight" if match["column"] == "embedding" else match["column"]
-        # RecIS puts the optimizer's name before the slot's, as in sparse_adam_exp_avg and sparse_adamw_tf_exp_avg_sq.
+        # RecIS prefixes the slot's name with the optimizer's, as in sparse_adam_exp_avg and sparse_adamw_tf_exp_avg_sq.
         column = re.sub(r"^sparse_.+_(exp_avg|exp_avg_sq)$", r"\1", column)
         part = tables.setdefault(match["table"], {}).setdefault(match["shard"], {})
         if column in part:
@@ -356,7 +356,7 @@ def _read_recis(path: Path) -> Iterator[StoredTable]:
 
 
 def _check_shards(table: str, counts: set[int], shards: Iterable[str]) -> None:
-    """`CorruptionError` unless all n parts of a table (`part_<i>_<n>`) are there. Without one of them rows would be missing."""
+    """Raises `CorruptionError` unless all n parts of a table (`part_<i>_<n>`) exist. Otherwise rows would be missing."""
     found = {int(shard) for shard in shards}
     wanted = max(counts)
     if len(counts) > 1 or len(found) != wanted or max(found) >= wanted:

@@ -1,4 +1,4 @@
-"""`embcache plot`: miss ratio curves, or the history of running tables, as a picture."""
+"""`embcache plot`: plots miss ratio curves, or the history of running tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .report import CommandReport
 
 __all__ = ["add_plot"]
 
-#: A picture of more tables could not be read, and takes long to draw.
+#: More plots in one image would be unreadable and slow to draw.
 _MAX_PANELS = 72
 _SUFFIXES = (".svg", ".png")
 
@@ -21,7 +21,7 @@ _SUFFIXES = (".svg", ".png")
 def add_plot(
     command: Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser],
 ) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     made = command("plot", "draw miss ratio curves, or hit rates, bytes, reads and waits over time", _plot)
     made.add_argument(
         "files", nargs="+", metavar="FILE", help="what sizing.write_traffic wrote, or a file of JsonlLogger; one a rank"

@@ -1,4 +1,4 @@
-"""What a command found: for people as tables, for programs as JSON."""
+"""The result of a command: tables for users, JSON for programs."""
 
 import json
 import os
@@ -13,21 +13,21 @@ from torchrec_embcache.exceptions import UnsupportedError
 __all__ = ["EXIT_FAILED", "EXIT_FOUND", "EXIT_OK", "CommandReport", "ReportTable", "date_of", "date_text"]
 
 EXIT_OK = 0
-#: The exit status where damage (`verify`) or differences (`diff`) were found.
+#: Exit status if corruption (`verify`) or differences (`diff`) were found.
 EXIT_FOUND = 1
-#: The exit status where the command could not be carried out. (2 is argparse's, for wrong usage.)
+#: Exit status if the command failed. (2 is argparse's, for wrong usage.)
 EXIT_FAILED = 3
 
 _MAX_WIDTH = 1_000  # characters
 
 
 def date_of(file: str | os.PathLike[str]) -> str:
-    """When a file was written last, in UTC, to the second."""
+    """Returns the time of the last write to a file, in UTC, to the second."""
     return date_text(os.lstat(file).st_mtime)
 
 
 def date_text(seconds: float) -> str:
-    """A time in seconds since 1970, in UTC, to the second; "unknown" for one that no calendar has, which is not of a real clock."""
+    """Formats a time in seconds since 1970, in UTC, to the second; "unknown" if it is outside the calendar's range."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     except (ValueError, OverflowError, OSError):
@@ -36,7 +36,7 @@ def date_text(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table to show: a title, names of columns, and rows of as many cells."""
+    """A table to print: a title, column names, and rows with one cell per column."""
 
     title: str
     columns: Sequence[str]
@@ -45,16 +45,16 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class CommandReport:
-    """`data` is all of it, JSON-able; `tables` and `lines` are what people see; `exit_code` becomes the exit status."""
+    """`data` is the complete result for JSON; `tables` and `lines` are printed for users; `exit_code` becomes the exit status."""
 
     data: dict[str, Any]
     tables: Sequence[ReportTable] = ()
     lines: Sequence[str] = ()
     exit_code: int = EXIT_OK
-    notes: Sequence[str] = field(default=())  # to standard error
+    notes: Sequence[str] = field(default=())  # written to standard error
 
     def write(self, as_json: bool) -> None:
-        """To standard output. Raises `UnsupportedError` where tables are to be shown and rich is missing."""
+        """Writes the report to standard output. Raises `UnsupportedError` if there are tables to print and rich is missing."""
         for note in self.notes:
             sys.stderr.write(f"embcache: {note}\n")
         if as_json:
@@ -69,7 +69,7 @@ class CommandReport:
             raise UnsupportedError(
                 'tables need rich: pip install "torchrec-embcache[cli]", or ask for --json'
             ) from missing
-        # A pipe or a file has no width. Other programs read it, so each entry stands on one line.
+        # A pipe or a file has no width. Programs read it, so each entry is on one line.
         console = Console(highlight=False, width=None if sys.stdout.isatty() else _MAX_WIDTH)
         for grid in self.tables:
             table = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD)

@@ -1,4 +1,4 @@
-"""The sweeps of checkpoints in words, and how much their clocks say."""
+"""Descriptions of the sweeps of checkpoints, and the size of their clocks."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ __all__ = ["count_step_times", "describe_rule", "table_sweeps"]
 
 
 def describe_rule(rule: Any) -> str:
-    """What a rule of a manifest says of the rows that it takes, such as "trained last at step 40 or before"."""
+    """Describes the rows matched by a rule of a manifest, as in "trained last at step 40 or before"."""
     match rule:
         case {"last_step": step}:
             return f"trained last at step {step} or before"
@@ -34,20 +34,22 @@ def describe_rule(rule: Any) -> str:
 
 
 def _decode_score(key: int) -> float:
-    """The score of a cut. The core maps scores to rising uint32: of those from 0 it flips the sign bit, and of others all bits."""
+    """Decodes the score of a threshold. The native code maps scores to ascending uint32: it flips the sign bit of scores >= 0, and
+    all bits of others.
+    """
     bits = key ^ 0x80000000 if key >> 31 else key ^ 0xFFFFFFFF
     return float(np.array(bits, np.uint32).view(np.float32))
 
 
 def _join_rules(rules: Sequence[Any], word: str) -> str:
-    """Rules within others stand in brackets where they are joined themselves."""
+    """Joins the descriptions of rules; nested compound rules are in brackets."""
     texts = [describe_rule(rule) for rule in rules]
     several = [isinstance(rule, dict) and bool(rule.keys() & {"any", "all"}) for rule in rules]
     return word.join(f"({text})" if inner else text for text, inner in zip(texts, several, strict=True))
 
 
 def table_sweeps(link: dict[str, Any], module: str, table: str) -> list[dict[str, Any]]:
-    """The sweeps that the manifest of one checkpoint has of a table, each with its rule in words."""
+    """Returns a table's sweeps in the manifest of one checkpoint, each with a description of its rule."""
     (entry,) = (each for each in link["tables"] if (each["spec"]["module"], each["spec"]["table"]) == (module, table))
     return [
         {
@@ -61,5 +63,5 @@ def table_sweeps(link: dict[str, Any], module: str, table: str) -> list[dict[str
 
 
 def count_step_times(clock: str) -> int | None:
-    """How many times of steps a clock has, which is whose times they are and two numbers for each; None: it has none."""
+    """Returns the number of step times of a clock, which consists of its owner and two numbers per time; None if it has none."""
     return len(clock.split()) // 2 or None

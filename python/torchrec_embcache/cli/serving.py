@@ -1,4 +1,4 @@
-"""`convert --to serving`: a checkpoint written again for servers, without optimizer slots and with weights in fewer bytes."""
+"""`convert --to serving`: rewrites a checkpoint for serving, without optimizer slots and optionally with lower precision."""
 
 import os
 import secrets
@@ -12,12 +12,12 @@ from .report import CommandReport, ReportTable
 
 __all__ = ["PRECISIONS", "check_serving_settings", "convert_to_serving"]
 
-#: How weights can be stored.
+#: Precisions of stored weights.
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 
 
 def check_serving_settings(settings: ConvertSettings, from_layout: str) -> None:
-    """`ConfigError` for settings of other layouts, which a checkpoint for servers does not take; the source must be one of ours."""
+    """Raises `ConfigError` for settings that a serving checkpoint does not use. The source must be one of our checkpoints."""
     if from_layout not in ("auto", "embcache"):
         raise UnsupportedError(
             f"from {from_layout} to serving: a checkpoint for servers is made of one of ours; convert --to embcache first"
@@ -26,13 +26,13 @@ def check_serving_settings(settings: ConvertSettings, from_layout: str) -> None:
 
 
 def convert_to_serving(source: str, target: str, precision: str, keep: int) -> CommandReport:
-    """Write a checkpoint and all that it builds on to the directory `target`, as one checkpoint for servers.
+    """Writes a checkpoint and its base checkpoints to the directory `target`, as one serving checkpoint.
 
     Args:
         source: A directory of checkpoints, or one checkpoint in it.
-        target: Another directory, made when missing. The checkpoint becomes the newest there.
+        target: Another directory, created if missing. The checkpoint becomes the latest there.
         precision: One of `PRECISIONS`.
-        keep: How many checkpoints stay in `target`, the new one included.
+        keep: Number of checkpoints to keep in `target`, including the new one.
     """
     if keep < 1:
         raise ConfigError(f"--keep {keep}: give 1 or more")

@@ -1,4 +1,4 @@
-"""The plain files that `convert` writes a table to: `.npy`, one file a column, or safetensors."""
+"""The plain files that `convert` writes a table to: `.npy` with one file per column, or safetensors."""
 
 import contextlib
 import io
@@ -16,15 +16,15 @@ from .layouts import METADATA, TableColumns
 
 __all__ = ["SINKS", "TableSink"]
 
-#: Bytes of the rows in one safetensors file.
+#: Bytes of rows per safetensors file.
 _PART_BYTES = 256 << 20
 
 
 class TableSink(Protocol):
-    """Takes a table's rows, some at a time. Its files are whole and durable when the `with` block ends without an error."""
+    """Writes a table's rows in chunks. Its files are complete and durable when the `with` block ends without an error."""
 
     def write(self, columns: TableColumns) -> None:
-        """Some rows of the table: every column, of equal length."""
+        """Writes some rows of the table: every column, of equal length."""
 
     def __enter__(self) -> Self: ...
 
@@ -34,9 +34,9 @@ class TableSink(Protocol):
 
 
 class _NpyColumn:
-    """One `.npy` file whose rows are written one after the other.
+    """A `.npy` file whose rows are written in order.
 
-    The file is written and not mapped: where the file system is full a write returns an error, and a store to a mapping ends the
+    The file is written rather than mapped: on a full file system a write returns an error, but a store to a mapping kills the
     process with SIGBUS.
     """
 
@@ -70,7 +70,7 @@ class _NpyColumn:
 
 
 class _NpySink:
-    """One file a column."""
+    """One file per column."""
 
     def __init__(self, folder: DirectoryHandle, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
         rows, dim = entry["rows"], entry["dim"]
@@ -105,7 +105,7 @@ class _NpySink:
 
 
 class _SafetensorsSink:
-    """Files of at most 256 MiB of rows."""
+    """Files with at most 256 MiB of rows each."""
 
     def __init__(self, folder: DirectoryHandle, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
         try:

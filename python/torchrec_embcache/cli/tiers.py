@@ -1,4 +1,4 @@
-"""`inspect` of the directories of SSD tiers: which tables are there, what their last flush holds. Nothing is opened or changed."""
+"""`inspect` of SSD directories: shows the tables and their last flush, without opening or changing them."""
 
 import json
 import os
@@ -16,23 +16,23 @@ from .rules import count_step_times
 
 __all__ = ["EXTRA_STATE", "find_shards", "inspect_tiers"]
 
-#: What a table may have beside its rows, and how it is called where it is shown.
+#: State of a table other than rows, with its column title.
 EXTRA_STATE = {"oov_row": "OOV row", "step_times": "step times"}
 
 _SHARD = re.compile(r"\d+-of-\d+")
 _STATE = re.compile(r"[0-9a-f]{16}\.state")
 _TITLE, _FORMAT = "embcache-ssd-state", "1"
 _MAX_STATE_BYTES = 256 << 20
-# What the parts of a note begin with.
+# Prefixes of the parts of a metadata blob.
 _OOV_ROW, _CLOCK_HEADER = b"oov row 1\n", b"clock 1\n"
-#: What `inspect` shows of a shard.
+#: The columns of a shard in `inspect`.
 _COLUMNS = ("table", "shard", "rows", "dim", "optimizer", "step", "flushed", "bytes")
 
 
 def find_shards(directory: Path) -> list[Path]:
-    """The directories of shards in `directory`: an `ssd_dir`, a module's or a table's directory in it, or that of a shard.
+    """Returns the shard directories in `directory`: an `ssd_dir`, a directory of a module or a table in it, or a shard.
 
-    A shard has a lock file, which somebody may have removed, or a state.
+    A shard has a lock file, which the user may have removed, or a state.
     """
 
     def is_shard(path: Path) -> bool:
@@ -45,7 +45,7 @@ def find_shards(directory: Path) -> list[Path]:
 
 
 def inspect_tiers(directory: Path, shards: list[Path]) -> CommandReport:
-    """Each shard with the newest state that it published. Of a state that cannot be read only the reason is shown."""
+    """Shows each shard with the latest state that it published. For an unreadable state only the reason is shown."""
     entries = [_read_shard(directory, shard) for shard in shards]
     beside = [name for name in EXTRA_STATE if any(entry.get(name) for entry in entries)]
     rows = [
@@ -104,7 +104,7 @@ def _read_shard(directory: Path, shard: Path) -> dict[str, Any]:
 
 
 def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON of a state file, and what the table's note there has beside rows. A line with their checksum comes before both."""
+    """Returns the JSON of a state file, and the other state in its metadata blob. A header line contains the checksum of both."""
 
     def damaged(what: str) -> CorruptionError:
         return CorruptionError(f"{path} is damaged: {what}")
@@ -132,7 +132,7 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _extra_state(metadata_blob: bytes) -> dict[str, Any]:
-    """What of `EXTRA_STATE` a note has. `ValueError` where its clock cannot be read."""
+    """Returns the `EXTRA_STATE` of a metadata blob. Raises `ValueError` if its clock cannot be parsed."""
     has_shared_row = metadata_blob.startswith(_OOV_ROW)
     if has_shared_row:
         numbers, metadata_blob = _parse_number(metadata_blob, len(_OOV_ROW), 4)
@@ -141,10 +141,10 @@ def _extra_state(metadata_blob: bytes) -> dict[str, Any]:
     if metadata_blob.startswith(_CLOCK_HEADER):
         length, metadata_blob = _parse_number(metadata_blob, len(_CLOCK_HEADER), 8)
         clock = json.loads(metadata_blob[:length])
-    # Whether there is one. Its numbers would fill pages.
+    # Only its presence is shown: its values would fill pages.
     return {"oov_row": "yes" if has_shared_row else None, "step_times": count_step_times(clock)}
 
 
 def _parse_number(data: bytes, offset: int, width: int) -> tuple[int, bytes]:
-    """The number of so many bytes that lies there, and what follows it."""
+    """Returns the little-endian integer of `width` bytes at `offset`, and the data after it."""
     return int.from_bytes(data[offset : offset + width], "little"), data[offset + width :]

@@ -1,4 +1,4 @@
-"""`embcache top`: the counters of running tables, live in a terminal."""
+"""`embcache top`: shows the counters of running tables live in a terminal."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .top_sources import SampleSource, open_source
 
 __all__ = ["DEFAULT_URL", "top"]
 
-#: Where a training of this machine serves its metrics, if the guide was followed.
+#: Metrics URL of a training on this machine, with the port used in the guide.
 DEFAULT_URL = "http://127.0.0.1:9400/metrics"
 # A pipe or a file has no width.
 _MAX_WIDTH = 240  # characters
 
 
 def top(names: Sequence[str], interval_s: float, *, once: bool, as_json: bool) -> CommandReport:
-    """Show frames of `names` sources until Ctrl-C, or one frame where `once` or `as_json` says so.
+    """Shows frames of the sources `names` until Ctrl-C, or a single frame with `once` or `as_json`.
 
-    One frame is about the `interval_s` seconds after the call, or with 0 seconds about all since the tables were opened. The
-    samples of a file are as far apart as they were written.
+    A frame covers the `interval_s` seconds after the call, or, with 0 seconds, the time since the tables were opened. The samples
+    of a file have the interval at which they were written.
 
-    Raises `StorageError` where none of the sources can be read, `InputError` for wrong arguments, `UnsupportedError` without rich.
+    Raises `StorageError` if none of the sources can be read, `InputError` for wrong arguments, `UnsupportedError` without rich.
     """
     if not interval_s >= 0.0 or (interval_s == 0.0 and not (once or as_json)):
         raise InputError(f"--interval {interval_s}: give seconds above 0, or 0 with --once")
@@ -48,7 +48,7 @@ def top(names: Sequence[str], interval_s: float, *, once: bool, as_json: bool) -
 
 
 def _read_single_frame(sources: Sequence[SampleSource], interval_s: float) -> TopFrame:
-    """The one frame of a call."""
+    """Returns the frame of a call that shows one frame."""
     frame = read_frame(sources, since_opened=interval_s == 0.0)
     if interval_s > 0.0 and any(table.seconds == 0.0 for table in frame.tables):
         sleep(interval_s)
@@ -75,9 +75,9 @@ def _run_live(sources: Sequence[SampleSource], interval_s: float, console: objec
 
 
 def read_frame(sources: Sequence[SampleSource], *, since_opened: bool = False) -> TopFrame:
-    """The frame of now: since the sample before, or since the tables were opened.
+    """Returns the current frame: since the previous sample, or since the tables were opened.
 
-    Raises `StorageError` where none of the sources can be read. One that cannot is named in the frame.
+    Raises `StorageError` if none of the sources can be read. Otherwise the frame lists unreadable sources.
     """
     readings, problems = [], []
     for source in sources:
@@ -95,7 +95,7 @@ def read_frame(sources: Sequence[SampleSource], *, since_opened: bool = False) -
 
 
 def _read_live_frame(sources: Sequence[SampleSource]) -> TopFrame:
-    """As `read`, in the course of a live view: a training that has ended may begin again."""
+    """Like `read_frame`, for a live view: continues if no source can be read, because a training may restart."""
     try:
         return read_frame(sources)
     except StorageError as error:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_frame"]
 
-#: A number as a person reads it.
+#: Formats a number for display.
 _Formatter = Callable[[float], str]
 
 
 def draw_frame(frame: TopFrame) -> RenderableType:
-    """The frame as something that rich prints."""
+    """Returns the frame as a rich renderable."""
     from rich.console import Group
     from rich.text import Text
 
@@ -41,7 +41,7 @@ def draw_frame(frame: TopFrame) -> RenderableType:
 
 # ---- the tables of a frame
 
-# A column: its head, the number that it shows, and how.
+# A column: its title, the name of its metric, and its format.
 _GridColumn = tuple[str, str, _Formatter]
 
 
@@ -179,7 +179,7 @@ def _state(table: TableFrame) -> Text:
     return Text(table.engine or "ok", style="dim")
 
 
-# ---- numbers as people read them
+# ---- formatting of numbers
 
 
 def _cell(numbers: object, name: str, formatter: _Formatter) -> Text:
@@ -190,7 +190,7 @@ def _cell(numbers: object, name: str, formatter: _Formatter) -> Text:
 
 
 def _usage_bar(fraction: float) -> tuple[tuple[str, str], tuple[str, str], str]:
-    """A bar of eight characters and the share in percent."""
+    """Returns a bar of eight characters and the percentage."""
     full = min(8, round(fraction * 8))
     return ("━" * full, "green" if fraction <= 1.0 else "yellow"), ("━" * (8 - full), "grey35"), f" {fraction:4.0%}"
 

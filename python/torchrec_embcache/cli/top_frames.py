@@ -1,4 +1,4 @@
-"""What a frame of `embcache top` shows, decided from readings and without drawing anything."""
+"""The contents of a frame of `embcache top`, computed from readings, independent of drawing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .top_sources import SourceReading, TableRankKey
 
 __all__ = ["ALL_TABLES", "TableFrame", "TopFrame", "build_frame"]
 
-#: What the sum of all tables and ranks is called.
+#: Title of the sum of all tables and ranks.
 ALL_TABLES = "all"
-#: Numbers that mean nothing when they are added up.
+#: Metrics that cannot be summed.
 _NOT_SUMMABLE = {"step", "ssd.live_share"}
 
 
 @dataclass(frozen=True)
 class TableFrame:
-    """The numbers of one table on one rank, or of all together: those of `monitoring.rates.between`.
+    """Metrics of one table on one rank, or of all together, as in `monitoring.rates.table_rates`.
 
-    - `title`, `rank`: as a person reads them.
-    - `seconds`: the time that the numbers are about; 0.0 where they are about all since the table was opened.
-    - `numbers`: by name, as "host/hit_rate".
-    - `engine`: how files are read; "" without an SSD tier.
+    - `title`, `rank`: display names.
+    - `seconds`: the interval of the metrics; 0.0 if they cover the time since the table was opened.
+    - `numbers`: metrics by name, as "host/hit_rate".
+    - `engine`: the I/O engine; "" without an SSD tier.
     """
 
     title: str
@@ -41,12 +41,12 @@ class TableFrame:
 
 @dataclass(frozen=True)
 class TopFrame:
-    """All that is shown at one moment.
+    """Contents of one frame.
 
-    - `time`: of the newest sample, in seconds since 1970; None where there is none.
-    - `sources`: what was read.
-    - `tables`: one for each table and rank, and one for all where there are several.
-    - `problems`: what could not be read, and why.
+    - `time`: time of the latest sample, in seconds since 1970; None if there is none.
+    - `sources`: the names of the sources.
+    - `tables`: one entry for each table and rank, and one for their sum if there are several.
+    - `problems`: errors of sources that could not be read.
     """
 
     time: float | None
@@ -55,7 +55,7 @@ class TopFrame:
     problems: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """All of it for programs."""
+        """Returns the complete frame in a JSON-serializable form."""
         return asdict(self)
 
 
@@ -64,9 +64,9 @@ def build_frame(
     readings: Sequence[Mapping[TableRankKey, tuple[SourceReading | None, SourceReading]]],
     problems: Sequence[str] = (),
 ) -> TopFrame:
-    """The frame of what was read of each of `sources`, in their order."""
+    """Builds the frame from the readings of each of `sources`, in their order."""
     found = [(number, key, pair) for number, of_source in enumerate(readings) for key, pair in of_source.items()]
-    # Two trainings may have a table of the same name and rank each. Then the source is told with the rank.
+    # Two trainings may have a table of the same name and rank. In that case the rank column includes the source.
     twice = {key for key, count in Counter(key for _, key, _ in found).items() if count > 1}
     tables = []
     for number, key, (before, after) in sorted(found, key=lambda one: (one[1], one[0])):
@@ -84,7 +84,7 @@ def build_frame(
 
 
 def _total_frame(pairs: Sequence[tuple[SourceReading | None, SourceReading]]) -> TableFrame:
-    """All tables and ranks together. Rates are added up, because samples of several ranks are not of one moment."""
+    """Sums all tables and ranks. Rates are summed, because samples of several ranks have different times."""
     added: Counter[str] = Counter()
     lasting = [pair for pair in pairs if pair[0] is not None] or list(pairs)
     for before, after in lasting:
@@ -100,7 +100,7 @@ def _total_frame(pairs: Sequence[tuple[SourceReading | None, SourceReading]]) ->
 
 
 def _sum_tables(tables: Sequence[TableSample]) -> TableSample | None:
-    """A table with the counters of all."""
+    """Returns a sample with the summed counters of all tables."""
     if not tables:
         return None
     values: dict[str, MetricValue] = {}

@@ -1,4 +1,4 @@
-"""Where `embcache top` has its numbers from: the endpoints of Prometheus exporters, and files of JSON lines."""
+"""Sources of `embcache top`: endpoints of Prometheus exporters, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torchrec_embcache.stats import Histogram
 
 __all__ = ["SampleSource", "SourceReading", "TableRankKey", "open_source"]
 
-#: The module, the name and the rank of a table.
+#: The module, name and rank of a table.
 TableRankKey = tuple[str, str, int]
 
 _TIMEOUT_S = 10.0
-#: The end of a file of JSON lines that is read: some hundred samples of a hundred tables.
+#: Bytes read from the end of a JSON lines file: several hundred samples of a hundred tables.
 _TAIL_BYTES = 16 << 20
-#: An answer that is longer than this comes from something else.
+#: Maximum length of a response; anything longer is not an exporter.
 _MAX_BYTES = 256 << 20
 
 
@@ -37,21 +37,21 @@ class SourceReading:
 
 
 class SampleSource(Protocol):
-    """Something to read samples from."""
+    """A source of samples."""
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """Display name."""
 
     def read(self) -> dict[TableRankKey, tuple[SourceReading | None, SourceReading]]:
-        """The newest sample of each table, and the one before it.
+        """Returns the latest and the previous sample of each table.
 
-        Raises `StorageError` where it cannot be read, and `CorruptionError` where it is something else.
+        Raises `StorageError` if it cannot be read, and `CorruptionError` if its contents have another format.
         """
 
 
 def open_source(name: str) -> SampleSource:
-    """The source that a person names: a URL, HOST:PORT, or a path. Raises `InputError` for another URL."""
+    """Returns the source for a URL, HOST:PORT, or a path. Raises `InputError` for any other URL."""
     address = urllib.parse.urlsplit(name)
     if address.scheme in ("http", "https"):
         return PrometheusSource(name if address.path not in ("", "/") else urllib.parse.urljoin(name, "/metrics"))
@@ -73,7 +73,7 @@ class PrometheusSource:
         self._previous: dict[TableRankKey, SourceReading] = {}
 
     def read(self) -> dict[TableRankKey, tuple[SourceReading | None, SourceReading]]:
-        """As `Source.read`. The samples before are those of the call before."""
+        """See `SampleSource.read`. The previous samples are those of the previous call."""
         text, now = self._fetch(), time.time()
         tables = parse_tables(text, self.name)
         newest = {(table.module, table.table, table.rank): SourceReading(now, table) for table in tables}
@@ -98,14 +98,14 @@ class JsonlSource:
         self.name = path
 
     def read(self) -> dict[TableRankKey, tuple[SourceReading | None, SourceReading]]:
-        """As `Source.read`, of the end of the file. A last line that is not whole yet is left out."""
+        """Like `SampleSource.read`, for the end of the file. Skips an incomplete last line."""
         found: dict[TableRankKey, tuple[SourceReading | None, SourceReading]] = {}
         lines = self._read_tail()
         for number, line in enumerate(lines):
             try:
                 sample = sample_from_line(line)
             except InputError as error:
-                # A disk that was full has cut a line. A file without any sample is something else.
+                # A full disk may have truncated a line. A file without any sample has another format.
                 if number == len(lines) - 1 and not found:
                     raise CorruptionError(f"{self.name}: {error}") from error
                 continue
@@ -127,13 +127,13 @@ class JsonlSource:
         return [line for line in lines[1 if size > _TAIL_BYTES else 0 :] if line.strip()]
 
 
-# ---- the text of Prometheus
+# ---- Prometheus' text format
 
 _METRICS_BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def parse_tables(text: str, source: str) -> list[TableSample]:
-    """The tables in a text of Prometheus. Histograms have the bounds of the exporter, which are fewer than those of `stats()`."""
+    """Parses the tables in Prometheus' text format. Histograms have the exporter's bounds, fewer than those of `stats()`."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as missing:
@@ -179,7 +179,7 @@ def _parse_value(metric: Metric, labels: Mapping[str, str], value: float, previo
     return int(value) if value.is_integer() else value
 
 
-# The places of a histogram's sum and count among its bounds.
+# Pseudo-bounds for a histogram's sum and count.
 _SUM, _COUNT = -1.0, -2.0
 
 
@@ -188,7 +188,7 @@ def _bucket_bound(at: str) -> float:
 
 
 def _parse_histogram(buckets: dict[float, float]) -> Histogram:
-    """A histogram of cumulative counts by their bounds in seconds. What is above the largest bound is counted there."""
+    """Returns a histogram from cumulative counts by bound in seconds. Values above the largest bound are counted there."""
     total, count = buckets.pop(_SUM, 0.0), int(buckets.pop(_COUNT, 0.0))
     finite = sorted(bound for bound in buckets if bound != float("inf"))
     counts: list[tuple[int, int]] = []

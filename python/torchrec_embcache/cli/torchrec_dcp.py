@@ -1,12 +1,12 @@
-"""Layout `torchrec-dcp`: what `torch.distributed.checkpoint.save` wrote of a model with TorchRec's own tables.
+"""Layout `torchrec-dcp`: a checkpoint of a model with TorchRec's own tables, written by `torch.distributed.checkpoint.save`.
 
-- `.metadata`: a pickle that lists every tensor, its chunks, and where each chunk lies. It is read by an unpickler that knows the
-  classes of that list and nothing else, so it runs no code of whoever wrote it.
-- `*.distcp`: the chunks, each as `torch.save` wrote it: a zip file whose one tensor is stored as it is. Rows are read from a
-  mapping of that place, some at a time, and no pickle of it is trusted for more than a shape.
+- `.metadata`: a pickle that lists every tensor, its chunks, and the location of each chunk. It is read by an unpickler that only
+  knows the classes of that list, so it cannot run code of the file's author.
+- `*.distcp`: the chunks, each written by `torch.save`: a zip file whose single tensor is stored uncompressed. Rows are read in
+  chunks from a mapping of that tensor, and its pickle is only used for the shape.
 
 A table is a tensor `<path>.embedding_bags.<table>.weight` or `<path>.embeddings.<table>.weight`, [rows, dim]. Its optimizer slots
-are the tensors `….<table>.weight.<table>.<slot>` of `KeyedOptimizer.state_dict()`. The id of a row is its number.
+are the tensors `….<table>.weight.<table>.<slot>` of `KeyedOptimizer.state_dict()`. The id of a row is its index.
 """
 
 import io
@@ -38,9 +38,9 @@ _TABLE = re.compile(r"(?:(?P<module>.+)\.)?(?P<kind>embedding_bags|embeddings)\.
 _SLOT = re.compile(
     r"(?:(?P<module>.+)\.)?(?P<kind>embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight\.(?P=table)\.(?P<slot>[^.]+)"
 )
-#: The numbers of an optimizer that do not belong to rows.
+#: State of an optimizer that does not belong to rows.
 _NO_SLOT = frozenset({"iter", "step", "learning_rate"})
-#: The names that a pickled list of tensors may use. No other name in it is looked up, so nothing else is ever called.
+#: The names that a pickled list of tensors may use. No other name in it is resolved, so nothing else is ever called.
 _ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.metadata": frozenset(
         {
@@ -77,12 +77,12 @@ def _corruption_error(path: Path, problem: str, expected: object, found: object)
     return error
 
 
-# ---- where chunks lie
+# ---- locations of chunks
 
 
 @dataclass(frozen=True)
 class _TensorChunk:
-    """A rectangle of a tensor, and where `torch.save` wrote it."""
+    """A rectangle of a tensor, and its location in a file written by `torch.save`."""
 
     begin: tuple[int, ...]
     shape: tuple[int, ...]
@@ -91,11 +91,11 @@ class _TensorChunk:
     length: int
 
     def values(self) -> NDArray[np.float32]:
-        """The rectangle, as a mapping that reads where it is used."""
+        """Maps the rectangle; data is read on access."""
         with open(self.file, "rb", opener=_open_regular) as whole:
             part = _FileSlice(whole, self.offset, self.length, self.file)
             try:
-                # This reads shape, strides and offset only: tensors on "meta" have no numbers.
+                # This only reads shape, strides and offset: tensors on "meta" have no data.
                 tensor = torch.load(io.BufferedReader(part), map_location="meta", weights_only=True)
                 with zipfile.ZipFile(part) as archive:
                     stored = [entry for entry in archive.infolist() if "/data/" in f"/{entry.filename}"]
@@ -112,7 +112,7 @@ class _TensorChunk:
             return _map_strided(whole, begin, stored[0].file_size, tensor, self.file)
 
     def _storage_offset(self, file: io.BufferedReader, stored: list[zipfile.ZipInfo]) -> int:
-        """Where the tensor's storage begins in the file."""
+        """Returns the offset of the tensor's storage in the file."""
         if len(stored) != 1 or stored[0].compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{len(stored)} storages, or one that is compressed, and not one that is stored as it is")
         header = self.offset + stored[0].header_offset
@@ -120,7 +120,7 @@ class _TensorChunk:
         local = file.read(30)
         if len(local) < 30:
             raise ValueError("the file ends in the header of a storage")
-        # The local header of a zip entry: 30 bytes, of which the last four say how long the name and the extra field are.
+        # The local header of a zip entry: 30 bytes, of which the last four are the lengths of the name and of the extra field.
         begin = header + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
         if begin + stored[0].file_size > self.offset + self.length:
             raise ValueError("a storage that goes past the end of its chunk")
@@ -128,7 +128,7 @@ class _TensorChunk:
 
 
 class _FileSlice(io.RawIOBase):
-    """Some bytes of a file, as a file of their own."""
+    """A range of a file as a separate file object."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int, path: Path) -> None:
         size = os.fstat(file.fileno()).st_size
@@ -171,7 +171,7 @@ def _open_regular(path: str, flags: int) -> int:
 def _map_strided(
     file: io.BufferedReader, begin: int, size: int, tensor: torch.Tensor, path: Path
 ) -> NDArray[np.float32]:
-    """A mapping of a storage of `size` bytes at `begin`, seen with the tensor's strides."""
+    """Maps a storage of `size` bytes at `begin`, viewed with the tensor's strides."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     if not math.prod(shape):
         return np.empty(shape, np.float32)
@@ -194,7 +194,7 @@ class _ChunkedTensor:
     chunks: Sequence[_TensorChunk]
 
     def reader(self) -> Callable[[int, int], NDArray[np.float32]]:
-        """A function that gives rows [begin, end)."""
+        """Returns a function that reads rows [begin, end)."""
         mapped = [(chunk, chunk.values()) for chunk in self.chunks]
 
         def read(begin: int, end: int) -> NDArray[np.float32]:
@@ -249,7 +249,7 @@ def _read_tensor(path: Path, folder: Path, metadata: Metadata, name: str) -> _Ch
 
 
 def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[_TensorChunk]) -> None:
-    """`CorruptionError` unless every number of the tensor lies in exactly one chunk."""
+    """Raises `CorruptionError` unless every element of the tensor is in exactly one chunk."""
     covered = 0
     for at, chunk in enumerate(chunks):
         inside = all(
@@ -275,9 +275,9 @@ def _overlap(one: _TensorChunk, other: _TensorChunk) -> bool:
 
 @dataclass(frozen=True)
 class DcpTable:
-    """A table: path of its module, name, rows, width, and its slots' widths (the embedding's, or 0 for one number a row).
+    """A table: module path, name, row count, width, and its slots' widths (the embedding's, or 0 for one value per row).
 
-    `unread`: slots that no table here can have, by name, each with the reason.
+    `unread`: slots that tables of this package cannot have, by name, with the reason.
     """
 
     module: str
@@ -290,7 +290,7 @@ class DcpTable:
     unread: dict[str, str]
 
     def chunks(self, rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Columns `id` [n] int64, `weight` [n, D] and each slot, float32, at most `rows` rows at a time."""
+        """Yields the columns `id` [n] int64, `weight` [n, D] and each slot, float32, in chunks of at most `rows` rows."""
         readers = {"weight": self.weight.reader()} | {
             name: tensor.reader() for name, tensor in self.slot_tensors.items()
         }
@@ -308,7 +308,7 @@ def _read_metadata(path: Path) -> Metadata:
             found = _MetadataUnpickler(file).load()
         except UnsupportedError as error:
             raise UnsupportedError(f"{path}: {error}") from error
-        except Exception as error:  # whatever a pickle that is none makes the unpickler do
+        except Exception as error:  # an invalid pickle can raise any exception
             raise _corruption_error(path, "the metadata", "a pickle of torch.distributed.checkpoint", error) from error
     if not isinstance(found, Metadata):
         raise _corruption_error(path, "the metadata", "torch.distributed.checkpoint's Metadata", type(found).__name__)
@@ -316,10 +316,10 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def read_tables(folder: Path) -> tuple[list[DcpTable], list[str]]:
-    """The tables in the directory of a checkpoint, and the names of all that is no table's.
+    """Returns the tables in a checkpoint's directory, and the names of all entries that belong to no table.
 
-    Raises `CorruptionError`, `UnsupportedError` (another type than float32, compressed chunks) and `InputError` (two tables of one
-    module and name).
+    Raises `CorruptionError`, `UnsupportedError` (another type than float32, compressed chunks) and `InputError` (two tables with
+    the same module and name).
     """
     path = folder / METADATA_FILE
     metadata = _read_metadata(path)
@@ -364,9 +364,11 @@ def _find_tables(path: Path, folder: Path, metadata: Metadata) -> tuple[list[Dcp
 
 
 def _find_owner(path: Path, name: str, slot: re.Match[str], tables: dict[str, re.Match[str]]) -> str:
-    """The weight that a slot belongs to: of the tables of its name the one whose module path ends most like the slot's.
+    """Returns the weight that a slot belongs to: among tables of its name, the one that shares the longest path suffix with the
+    slot.
 
-    A model and its optimizer have prefixes of their own in a state, such as `model.` and `optim.state.`, so paths differ in front.
+    A model and its optimizer have different prefixes in a state, such as `model.` and `optim.state.`, so only the ends of the paths
+    are comparable.
     """
     alike = {
         weight: _common_end(slot["module"], match["module"])
@@ -385,13 +387,13 @@ def _find_owner(path: Path, name: str, slot: re.Match[str], tables: dict[str, re
 
 
 def _common_end(one: str | None, other: str | None) -> int:
-    """How many parts of two paths are equal, from the end."""
+    """Returns the number of equal trailing components of two paths."""
     pairs = zip(reversed((one or "").split(".")), reversed((other or "").split(".")), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _slot_width(tensor: _ChunkedTensor, weight: _ChunkedTensor) -> int | str:
-    """The width of a slot (0: one number a row), or why a table here cannot have it."""
+    """Returns the width of a slot (0: one value per row), or the reason that it is not supported."""
     rows = weight.shape[0]
     if tensor.shape == weight.shape:
         return weight.shape[1]

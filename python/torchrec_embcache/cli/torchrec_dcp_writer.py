@@ -1,9 +1,9 @@
-"""`convert --to torchrec-dcp`: a checkpoint's tables as `torch.distributed.checkpoint` writes those of TorchRec.
+"""`convert --to torchrec-dcp`: writes a checkpoint's tables in TorchRec's format for `torch.distributed.checkpoint`.
 
-TorchRec's table is a tensor [N, D] whose row numbers are the ids, so rows have to be written in the order of their ids, and a
-checkpoint of ours has them in the order of their buckets. The rows of a table are therefore written twice: as they come into a file
-that has no name, and from there in parts of consecutive ids, each of which fits in RAM. A part is a chunk of the tensor, stored as
-`torch.save` writes it. Memory is bounded whatever the size of the table, and the disk is written from front to back.
+A TorchRec table is a tensor [N, D] whose row indexes are the ids, so rows must be written in the order of their ids, but our
+checkpoints store them in the order of their buckets. Rows are therefore written twice: in checkpoint order to an unnamed temporary
+file, and from there in parts of consecutive ids, each of which fits in RAM. A part is a chunk of the tensor, in the format of
+`torch.save`. Memory use is bounded for any table size, and the output is written sequentially.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ from .torchrec_dcp import MAX_ROWS, METADATA_FILE
 
 __all__ = ["DcpNames", "write_tables"]
 
-#: Bytes of the rows of a part, all columns together; of the rows that are put into order of their parts at once.
+#: Bytes of a part's rows, all columns together; also of the rows that are sorted by part at a time.
 _PART_BYTES = 64 << 20
-#: How many first values are asked for at once.
+#: Number of missing rows that are initialized at a time.
 _INIT_CHUNK_ROWS = 65_536
-#: What `KeyedOptimizer.state_dict()` of TorchRec's fused optimizers calls the slots, by ours.
+#: Slot names in `KeyedOptimizer.state_dict()` of TorchRec's fused optimizers, by our names.
 _NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "exp_avg_sq"}
 _INITIALIZERS = {
     "constant": initializers.Constant,
@@ -55,11 +55,11 @@ _INITIALIZERS = {
 
 @dataclass(frozen=True)
 class DcpNames:
-    """What a checkpoint of ours does not say of TorchRec's.
+    """Properties of a TorchRec checkpoint that ours do not contain.
 
-    `rows`: `num_embeddings` of each table, by `<table>` or `<module>/<table>`. `model_key`, `optimizer_key`: under which keys the
-    state dicts of the model and of its fused optimizer lie in the saved one; "" for none. `sequences`: the modules that are an
-    `EmbeddingCollection`; all others are an `EmbeddingBagCollection`. `rename`: other names of tables. `skip`: slots left out.
+    `rows`: `num_embeddings` of each table, by `<table>` or `<module>/<table>`. `model_key`, `optimizer_key`: keys of the state
+    dicts of the model and of its fused optimizer in the saved state; "" for none. `sequences`: the modules that are an
+    `EmbeddingCollection`; all others are an `EmbeddingBagCollection`. `rename`: new names of tables. `skip`: omitted slots.
     """
 
     rows: Mapping[str, int] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class DcpNames:
 
 @dataclass(frozen=True)
 class _DcpColumn:
-    """A tensor of a table: its name in the checkpoint, and which floats of a row it has (`end` - `begin` of them; one: [N])."""
+    """A tensor of a table: its name in the checkpoint, and the range [begin, end) of a row's floats. A scalar column is [N]."""
 
     name: str
     path: tuple[str, ...]
@@ -82,10 +82,10 @@ class _DcpColumn:
 
 
 def write_tables(opened: OpenCheckpoint, target: DirectoryHandle, names: DcpNames) -> list[dict[str, Any]]:
-    """Write every table of a checkpoint, then the list of tensors that makes the directory a checkpoint.
+    """Writes every table of a checkpoint, then the metadata that makes the directory a checkpoint.
 
-    Raises `InputError` (a table whose number of rows was not given, an id that is no row number), `UnsupportedError` (slots that
-    TorchRec has no name for), and `StorageError` where the disk fails.
+    Raises `InputError` (a table whose row count is not set, an id that is not a row index), `UnsupportedError` (slots for which
+    TorchRec has no name), and `StorageError` if a write fails.
     """
     plans = [_plan_table(entry, names) for entry in opened.tables]
     _check_names(opened, names)
@@ -104,7 +104,7 @@ def write_tables(opened: OpenCheckpoint, target: DirectoryHandle, names: DcpName
 
 
 def _check_names(opened: OpenCheckpoint, names: DcpNames) -> None:
-    """`InputError` for an option that names what the checkpoint does not have: it may be a typing error."""
+    """Raises `InputError` for an option with a name that is not in the checkpoint, which may be a typing error."""
     tables = {name for entry in opened.tables for name in (entry["table"], f"{entry['module']}/{entry['table']}")}
     modules = {entry["module"] for entry in opened.tables}
     slots = {slot for entry in opened.tables for slot in BY_KIND[entry["optimizer"]["name"]].slot_names}
@@ -119,7 +119,7 @@ def _check_names(opened: OpenCheckpoint, names: DcpNames) -> None:
 
 
 def _plan_table(entry: dict[str, Any], names: DcpNames) -> tuple[int, list[_DcpColumn], type[OptimizerSpec]]:
-    """A table's number of rows, its tensors and its optimizer."""
+    """Returns a table's row count, its tensors and its optimizer."""
     module, table, dim = entry["module"], entry["table"], entry["dim"]
     rows = names.rows.get(f"{module}/{table}", names.rows.get(table))
     if rows is None:
@@ -148,7 +148,7 @@ def _plan_table(entry: dict[str, Any], names: DcpNames) -> tuple[int, list[_DcpC
 
 
 class _DcpTableWriter:
-    """A table on its way: rows into the file without a name, and from there part by part into the checkpoint's."""
+    """Writes a table: first the rows to an unnamed temporary file, then part by part to the checkpoint."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _DcpTableWriter:
         self._opened, self._target, self._entry, self._columns = opened, target, entry, columns
         self._rows, self._scalar = rows, len(optimizer.slot_names) > optimizer.vector_slots
         self._floats = entry["dim"] * (1 + optimizer.vector_slots) + self._scalar
-        #: A row as it is spooled.
+        #: Format of a row in the temporary file.
         self._row = np.dtype([("id", np.int64), ("floats", np.float32, (self._floats,))])
         self._part_rows = max(1, _PART_BYTES // self._row.itemsize)
 
@@ -205,7 +205,7 @@ class _DcpTableWriter:
         spool.flush()
 
     def _read_part(self, spool: "_RowSpool", part: int, initial_rows: "_InitialRows") -> NDArray[np.float32]:
-        """The rows of a part in the order of their ids. Those without a row in the checkpoint are as they would be born."""
+        """Returns the rows of a part in the order of their ids. Missing ids have their initial values."""
         begin = part * self._part_rows
         count = min(self._part_rows, self._rows - begin)
         floats = np.zeros((count, self._floats), np.float32)
@@ -222,7 +222,7 @@ class _DcpTableWriter:
     def _record_chunk(
         self, metadata: Metadata, column: _DcpColumn, begin: int, count: int, stored: _StorageInfo
     ) -> None:
-        """Note a chunk in the list of tensors."""
+        """Records a chunk in the metadata."""
         wide = () if column.is_scalar else (column.end - column.begin,)
         entry = metadata.state_dict_metadata.setdefault(
             column.name,
@@ -236,7 +236,7 @@ class _DcpTableWriter:
 
 
 class _RowSpool:
-    """Rows in a file that has no name, so that nothing stays of it, and where the rows of each part lie in it."""
+    """Rows in an unnamed temporary file, with the location of each part's rows."""
 
     def __init__(self, folder: DirectoryHandle, row: np.dtype[Any], part_rows: int) -> None:
         self._row, self._part_rows = row, part_rows
@@ -250,21 +250,21 @@ class _RowSpool:
         self._buffered: list[NDArray[Any]] = []
         self._count = 0
         self._length = 0
-        #: By part: the numbers of the first row and of the row after the last, of each run of its rows.
+        #: For each part, the runs of its rows as [begin, end) row indexes.
         self._runs: dict[int, list[tuple[int, int]]] = {}
 
     def close(self) -> None:
         os.close(self._fd)
 
     def add(self, rows: NDArray[Any]) -> None:
-        """Rows in any order. They are written when there are enough of them that the runs of a part are long."""
+        """Adds rows in any order. They are written in large batches, so that the runs of a part are long."""
         self._buffered.append(rows)
         self._count += len(rows)
         if self._count >= self._part_rows:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Writes the buffered rows."""
         if not self._count:
             return
         rows = np.concatenate(self._buffered)
@@ -278,7 +278,7 @@ class _RowSpool:
             self._length += count
 
     def rows(self, part: int) -> Iterator[NDArray[Any]]:
-        """The rows of a part, a run at a time."""
+        """Yields the rows of a part run by run."""
         for begin, end in self._runs.get(part, ()):
             rows = np.empty(end - begin, self._row)
             view = memoryview(rows.view(np.uint8).data)
@@ -292,7 +292,7 @@ class _RowSpool:
 
 
 class _InitialRows:
-    """What rows of a table are born with."""
+    """Initial values of a table's new rows."""
 
     def __init__(self, entry: dict[str, Any]) -> None:
         described = dict(entry["initializer"])
@@ -307,13 +307,13 @@ class _InitialRows:
         )
 
     def weights(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The first weights [n, D] of ids [n]."""
+        """Returns the initial weights [n, D] of ids [n]."""
         found: NDArray[np.float32] = self._table.read_rows(ids).weights.numpy()
         return found
 
 
 def _serialize_tensor(values: NDArray[np.float32], *, is_scalar: bool) -> NDArray[np.uint8]:
-    """A tensor as `torch.save` writes it."""
+    """Serializes a tensor with `torch.save`."""
     plain = np.ascontiguousarray(values[:, 0] if is_scalar else values)
     out = io.BytesIO()
     torch.save(torch.from_numpy(plain), out)

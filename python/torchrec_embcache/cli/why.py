@@ -1,4 +1,4 @@
-"""`why`: what a checkpoint, and all that it builds on, tell of one id."""
+"""`why`: shows the history of one id in a checkpoint and its base checkpoints."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -28,10 +28,10 @@ _COLUMNS = (
     "L2 norm",
     "since the one before",
 )
-#: What an id can be as of a checkpoint.
+#: Possible states of an id in a checkpoint.
 _ROW, _PENDING, _NOTHING = "row", "pending", "nothing"
 _STATE_TEXT = {_ROW: "has a row", _NOTHING: "no row, no count"}
-#: Events after which the row of before is gone.
+#: Events that remove the previous row.
 _REMOVED_EVENTS = ("swept", "tombstone")
 _LINKED_NOTE = (
     "Every row of the rank that has the id was read, because a linked checkpoint does not lie in the order of buckets."
@@ -40,7 +40,7 @@ _LINKED_NOTE = (
 
 @dataclass(frozen=True)
 class _HistoryEntry:
-    """What one checkpoint tells of the id. `row` and `count` are as of this checkpoint, which may have them from its parents."""
+    """State of the id in one checkpoint. `row` and `count` include data inherited from the base checkpoints."""
 
     checkpoint: str
     kind: str
@@ -48,18 +48,19 @@ class _HistoryEntry:
     state: str
     row: dict[str, Any] | None
     count: dict[str, Any] | None
-    has_row: bool  # in its own files
+    has_row: bool  # in the checkpoint's own files
     has_tombstone: bool
     has_sweeps: bool
-    sweeps: list[dict[str, Any]]  # the sweeps that take the row as the checkpoint before has it
+    sweeps: list[dict[str, Any]]  # the sweeps that match the row of the previous checkpoint
 
 
 def why(path: str, table: str, row_id: int) -> CommandReport:
-    """When an id got its row, when and why the row left, and what it is now, as far as a checkpoint and its parents tell.
+    """Shows when an id was inserted, when and why it was removed, and its present state, as recorded in a checkpoint and its
+    parents.
 
     Args:
-        path: A directory of checkpoints, of which the newest is taken, or one checkpoint in it.
-        table: The table's name, or `<module>/<name>` where several modules have one of this name.
+        path: A directory of checkpoints, whose latest is used, or one checkpoint in it.
+        table: The table's name, or `<module>/<name>` if several modules have a table of this name.
         row_id: The id, as a signed or an unsigned 64-bit number.
     """
     opened = OpenCheckpoint.open(path)
@@ -91,7 +92,7 @@ def why(path: str, table: str, row_id: int) -> CommandReport:
 
 
 def _find_table(opened: OpenCheckpoint, name: str) -> tuple[str, str]:
-    """The module and the name of the table that is meant."""
+    """Returns the module and name of the table that `name` refers to."""
     pairs = [(entry["module"], entry["table"]) for entry in opened.tables]
     found = [pair for pair in pairs if name in (pair[1], "/".join(pair))]
     there = ", ".join("/".join(pair) for pair in pairs)
@@ -103,7 +104,7 @@ def _find_table(opened: OpenCheckpoint, name: str) -> tuple[str, str]:
 
 
 def _read_history(opened: OpenCheckpoint, module: str, table: str, row_id: int) -> list[_HistoryEntry]:
-    """The checkpoints of the chain, oldest first."""
+    """Returns the id's state in each checkpoint of the chain, oldest first."""
     links: list[_HistoryEntry] = []
     own_links = opened.rows.id_history(module, table, row_id)
     for manifest, own in reversed(list(zip(opened.chain, own_links, strict=True))):
@@ -145,7 +146,7 @@ def _row_fields(block: _native.RowBlock) -> dict[str, Any]:
 
 
 def _norm(weights: NDArray[np.float32]) -> float:
-    """The L2 norm as sweeps compute it: in float64, column after column."""
+    """Returns the L2 norm as sweeps compute it: in float64, summed in column order."""
     squares = weights.astype(np.float64) ** 2
     return float(np.sqrt(np.cumsum(squares)[-1]))
 
@@ -159,7 +160,7 @@ def _count_fields(pending: _native.CountedIds) -> dict[str, Any]:
 
 
 def _matching_sweeps(matches: _native.IdHistoryEntry, sweeps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The sweeps of a delta that took the row, each with what of its rule did."""
+    """Returns the sweeps of a delta that removed the row, each with the part of its rule that matched."""
     rules = [json.loads(taken.rule) for taken in matches.sweeps]
     return [
         {"step": sweeps[taken.sweep]["step"], "rule": rule, "words": describe_rule(rule), "score": taken.score}
@@ -169,14 +170,14 @@ def _matching_sweeps(matches: _native.IdHistoryEntry, sweeps: list[dict[str, Any
 
 @dataclass(frozen=True)
 class _IdEvent:
-    """What became of the id between two checkpoints. `event` is one of a few names, for programs."""
+    """An event of the id between two checkpoints. `event` is a fixed name, for programs."""
 
     event: str
     text: str
 
 
 def _history_events(link: _HistoryEntry, before: _HistoryEntry | None) -> list[_IdEvent]:
-    """What became of the id since the checkpoint before."""
+    """Returns the events of the id since the previous checkpoint."""
     if before is None:
         return _first_events(link)
     between = f"after step {before.step} and by step {link.step}"
@@ -194,14 +195,14 @@ def _history_events(link: _HistoryEntry, before: _HistoryEntry | None) -> list[_
 
 
 def _first_events(link: _HistoryEntry) -> list[_IdEvent]:
-    """What the oldest checkpoint tells, before which there is none."""
+    """Returns the events of the oldest checkpoint, which has no predecessor."""
     if link.state == _ROW:
         return [_IdEvent("inserted", f"it got its row by step {link.step}; nothing here tells more of that")]
     return [_IdEvent("counted", f"it was counted by step {link.step}")] if link.state == _PENDING else []
 
 
 def _removal_events(link: _HistoryEntry, before: _HistoryEntry, between: str) -> list[_IdEvent]:
-    """Whether and why the row is gone that the checkpoint before has, or one that came since."""
+    """Returns the event that removed the row of the previous checkpoint, or a row inserted since; empty if none."""
     if link.has_tombstone and not link.sweeps:
         reasons = ["removed by hand", "dropped because the table was full"]
         if link.has_sweeps:
@@ -222,7 +223,7 @@ def _removal_events(link: _HistoryEntry, before: _HistoryEntry, between: str) ->
 
 
 def _sweep_text(sweeps: dict[str, Any], *, listed: bool) -> str:
-    """`listed`: a tombstone names the id too."""
+    """Describes a removal by a sweep. `listed`: a tombstone contains the id too."""
     score = "" if sweeps["score"] is None else f"; its score was {_format_score(sweeps['score'])} by then"
     earlier = "; it has a tombstone too, so it may have been removed or dropped before that" if listed else ""
     return (
@@ -232,12 +233,12 @@ def _sweep_text(sweeps: dict[str, Any], *, listed: bool) -> str:
 
 
 def _count_events(link: _HistoryEntry, before: _HistoryEntry, between: str) -> list[_IdEvent]:
-    """What became of the count of an id without a row."""
+    """Returns the events of the admission count of an id without a row."""
     forgotten = "its count was forgotten: its window was over, or the memory for counts was full"
     if before.count is None:
         return [_IdEvent("counted", f"it was counted {between}")] if link.count is not None else []
     if link.count is None:
-        # A tombstone tells of a row, which an id with a count has not.
+        # A tombstone refers to a row, and an id with a count has none.
         return [] if link.has_tombstone else [_IdEvent("forgotten", forgotten)]
     grown = [link.count[name] - before.count[name] for name in ("shows", "clicks")]
     if min(grown) < 0:
@@ -246,7 +247,7 @@ def _count_events(link: _HistoryEntry, before: _HistoryEntry, between: str) -> l
 
 
 def _format_score(score: float) -> str:
-    """A float32 in as few digits as tell it from others."""
+    """Formats a float32 with the fewest digits that identify it."""
     return str(np.float32(score))
 
 
@@ -274,7 +275,7 @@ def _state_text(link: _HistoryEntry) -> str:
 
 
 def _final_state_text(links: list[_HistoryEntry], events: list[list[_IdEvent]]) -> str:
-    """What the id is in the newest checkpoint, in a sentence."""
+    """Describes the state of the id in the latest checkpoint."""
     newest = links[-1]
     if newest.row is not None:
         return f"It has a row, which was trained last at step {newest.row['last_step']}."

@@ -1,4 +1,4 @@
-"""PyTorch Distributed Checkpoint on this package's checkpoints: dense state and, given the model, its tables, published together.
+"""PyTorch Distributed Checkpoint (DCP) in this package's format: dense state and the model's tables, published together.
 
 Examples:
     >>> import torch.distributed.checkpoint as dcp
@@ -10,14 +10,14 @@ Examples:
     >>> saved = dcp.save(state, storage_writer=EmbCacheStorageWriter("ckpt", model))  # or dcp.async_save
     >>> dcp.load(state, storage_reader=EmbCacheStorageReader("ckpt", model))
 
-`state` is what DCP takes: tensors, `ShardedTensor`, `DTensor`, `Stateful`s, any other object. It loads into any sharding and any
-number of ranks. A save never touches the checkpoint before it; a kill at any time leaves that one loadable. Bytes carry checksums,
-verified as they are read. Tensors are raw bytes beside a description in JSON. Nothing is unpickled but objects that are no tensors,
-which DCP itself pickles and unpickles.
+`state` is any state dict that DCP accepts: tensors, `ShardedTensor`, `DTensor`, `Stateful`s, any other object. It can be loaded
+into any sharding and any number of ranks. A save never changes the previous checkpoint, which stays loadable if the process is
+killed at any time. All bytes have checksums, which are verified on reads. Tensors are raw bytes with a description in JSON. Only
+objects that are not tensors are unpickled; DCP itself pickles and unpickles them.
 
-Order of a save: every rank writes a part under a name of its own (`write_data`); names and digests travel to the coordinator with
+Order of a save: every rank writes a uniquely named part (`write_data`); the names and digests are sent to the coordinator with
 DCP's results; it gathers the parts into one checkpoint and publishes it (`finish`). With `use_collectives=False` each rank
-publishes one of its own, in `<path>/rank-<rank>`.
+publishes its own checkpoint in `<path>/rank-<rank>`.
 """
 
 from .reader import EmbCacheStorageReader

@@ -1,4 +1,4 @@
-"""DCP's metadata as JSON. A checkpoint has it in the file `dense.json`. Everything in that file is checked before it is used."""
+"""DCP's metadata as JSON, stored in the checkpoint's file `dense.json`. All contents of that file are validated before use."""
 
 import base64
 import dataclasses
@@ -23,13 +23,13 @@ from torchrec_embcache.exceptions import CorruptionError, UnsupportedError
 
 __all__ = ["DenseExtent", "from_json", "to_json"]
 
-# What the file says that it is.
+# The format name in the file.
 _FORMAT = "torchrec-embcache dense"
 _VERSION = 1
-# The most dimensions and elements of a tensor.
+# Maximum numbers of dimensions and elements of a tensor.
 _MAX_DIMS = 64
 _MAX_ELEMENTS = (1 << 63) - 1
-# Torch's types, layouts and memory formats, by the names that the file has for them.
+# Torch's types, layouts and memory formats, by their names in the file.
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 _MEMORY_FORMATS = {str(form): form for form in (torch.contiguous_format, torch.channels_last, torch.preserve_format)}
@@ -37,13 +37,13 @@ _MEMORY_FORMATS = {str(form): form for form in (torch.contiguous_format, torch.c
 
 @dataclass(frozen=True)
 class DenseExtent:
-    """Where an item of a state dict is stored, and in which form.
+    """Location and encoding of a stored state dict item.
 
-    `offset`: where the item begins in the stream of `rank`, in bytes. `bytes`: its length. `kind` is the form:
+    `offset`: start of the item in the stream of `rank`, in bytes. `bytes`: its length. `kind` is the encoding:
 
     - "raw": the elements of a tensor of `dtype` and `shape`, in row-major order and little-endian.
     - "saved": a tensor as `torch.save` writes it.
-    - "bytes": the bytes that DCP's planner gave for an item that is no tensor.
+    - "bytes": the bytes that DCP's planner returned for an item that is not a tensor.
     """
 
     offset: int
@@ -55,9 +55,9 @@ class DenseExtent:
 
 
 def to_json(metadata: Metadata) -> bytes:
-    """The metadata as JSON. The values of its `storage_data` are `Extent`s.
+    """Serializes the metadata as JSON. The values of its `storage_data` are `DenseExtent`s.
 
-    `UnsupportedError` for planner data of a type that JSON cannot hold.
+    Raises `UnsupportedError` for planner data of a type that JSON cannot represent.
     """
     storage: dict[MetadataIndex, DenseExtent] = metadata.storage_data
     meta = metadata.storage_meta or StorageMeta()
@@ -77,10 +77,10 @@ def to_json(metadata: Metadata) -> bytes:
 
 
 def from_json(text: bytes, path: str, stream_bytes: Sequence[int]) -> Metadata:
-    """The metadata that `to_json` wrote as `text`. Messages name the file `path`.
+    """Parses the metadata that `to_json` wrote as `text`. Messages name the file `path`.
 
-    `stream_bytes`: the length of each rank's stream. `CorruptionError` where `text` is no such metadata, or where an extent goes
-    past the end of its stream or is not as long as its tensor. `UnsupportedError` for another version.
+    `stream_bytes`: the length of each rank's stream. Raises `CorruptionError` if `text` is not such metadata, or if an extent
+    exceeds its stream or does not have the length of its tensor. Raises `UnsupportedError` for another version.
     """
     try:
         document = json.loads(text)
@@ -196,8 +196,8 @@ def _sizes(values: list[int]) -> torch.Size:
 
 
 def _value_to_json(value: object) -> Any:
-    """A value of planner data as JSON. Numbers, text, None and lists stay what they are. Any other value becomes an object whose
-    one key is its type.
+    """Converts a value of planner data to JSON. Numbers, text, None and lists are unchanged. Any other value becomes an object
+    whose only key is its type.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -219,7 +219,7 @@ def _value_to_json(value: object) -> Any:
 
 
 def _value_from_json(value: Any) -> Any:
-    """The value that `_value_to_json` wrote."""
+    """Inverse of `_value_to_json`."""
     if isinstance(value, list):
         return [_value_from_json(entry) for entry in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Where checkpoints are below the path that a user gives."""
+"""Checkpoint directories below the user's path."""
 
 import os
 
@@ -9,14 +9,14 @@ __all__ = ["CheckpointPathMixin", "has_checkpoint", "open_rank_to_load", "open_r
 
 
 class CheckpointPathMixin:
-    """What DCP asks a reader and a writer about the path that they are for."""
+    """The path methods that DCP requires of a reader and a writer."""
 
     path: str
-    # What was wrong with the path that `reset` was given. It is raised where DCP raises it on every rank.
+    # Error of the path passed to `reset`. It is raised later, at a point at which DCP raises it on every rank.
     _path_error: PathError | None = None
 
     def _set_path(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Take the path of the next save or load; None leaves it as it is. `_check_path` says what is wrong with it."""
+        """Sets the path of the next save or load; None keeps the current one. `_check_path` raises its error."""
         if checkpoint_id:
             self._path_error = None
             try:
@@ -25,7 +25,7 @@ class CheckpointPathMixin:
                 self._path_error = error
 
     def _check_path(self) -> None:
-        """`PathError` where `reset` was given no path."""
+        """Raises `PathError` if `reset` was called with an invalid path."""
         if self._path_error is not None:
             raise self._path_error
 
@@ -36,7 +36,7 @@ class CheckpointPathMixin:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True if a reader or a writer takes it: it is a path, and not the address of another storage."""
+        """True if a reader or a writer accepts it: it is a local path, not the address of another storage."""
         try:
             check_path("checkpoint_id", checkpoint_id)
         except PathError:
@@ -49,15 +49,15 @@ def _rank_path(directory: CheckpointDirectory, rank: int) -> CheckedPath:
 
 
 def open_rank_to_save(directory: CheckpointDirectory, rank: int) -> CheckpointDirectory:
-    """Where a rank that saves alone has its checkpoints, made when missing."""
+    """Opens the checkpoint directory of a rank that saves on its own; creates it if missing."""
     return open_to_save(_rank_path(directory, rank))
 
 
 def open_rank_to_load(directory: CheckpointDirectory, rank: int) -> CheckpointDirectory:
-    """Where a rank that saved alone has its checkpoints."""
+    """Opens the checkpoint directory of a rank that saved on its own."""
     return open_to_load(_rank_path(directory, rank))
 
 
 def has_checkpoint(directory: CheckpointDirectory) -> bool:
-    """Whether a checkpoint was ever published in the directory. `StorageError` where that cannot be told."""
+    """True if a checkpoint was ever published in the directory. Raises `StorageError` if that cannot be determined."""
     return directory.contains("LATEST")

@@ -1,4 +1,4 @@
-"""The storage reader: what `dcp.load` reads checkpoints by."""
+"""The storage reader for `dcp.load`."""
 
 import contextlib
 import io
@@ -38,14 +38,14 @@ class _LoadState:
     """A checkpoint that is being loaded."""
 
     session: LoadSession
-    # Whether this rank saved it alone.
+    # True if this rank saved the checkpoint on its own.
     is_per_rank: bool
 
 
 class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
-    """Reads for `dcp.load` what `EmbCacheStorageWriter` saved: into any sharding, dtype and device, tables into any budgets.
+    """Reads checkpoints of `EmbCacheStorageWriter` for `dcp.load`: into any sharding, dtype and device, tables into any budgets.
 
-    Tensors are verified as they are read. They are read without a copy where their target is contiguous host memory.
+    Tensors are verified on reads. They are read without a copy if their target is contiguous host memory.
 
     Examples:
         >>> import torch.distributed.checkpoint as dcp
@@ -64,11 +64,11 @@ class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module | None = None, *, slots: bool = True) -> None:
-        """`path`: the checkpoints' directory. `model`: its tables are loaded too; without it the checkpoint's are left alone.
-        `slots=False`: of the tables weights and metadata alone, as by `Saver.load(..., slots=False)`.
+        """`path`: the checkpoints' directory. `model`: its tables are loaded too; without it the checkpoint's tables are ignored.
+        `slots=False`: loads only weights and metadata of the tables, as `Saver.load(..., slots=False)` does.
 
-        Load before a pipeline takes its first batches. Where the checkpoint does not fit the model (`MismatchError`) or its
-        manifests are damaged (`CorruptionError`) nothing is changed; DCP raises its `CheckpointException` with these.
+        Load before a pipeline takes its first batches. If the checkpoint does not fit the model (`MismatchError`) or its manifests
+        are corrupted (`CorruptionError`), nothing is changed; DCP raises its `CheckpointException` with these errors.
         """
         super().__init__()
         self.path = check_path("path", path)
@@ -80,20 +80,20 @@ class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
         self._load: _LoadState | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Load from `checkpoint_id`, a path, from now on."""
+        """Sets the path of the following loads to `checkpoint_id`."""
         self._set_path(checkpoint_id)
         self.load_id = str(uuid.uuid4())
         self.storage_data = {}
         self._close_load()
 
     def _close_load(self) -> None:
-        """End the load that was begun, if there is one."""
+        """Ends the load in progress, if there is one."""
         load, self._load = self._load, None
         if load is not None:
             load.session.close()
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the newest checkpoint; with `rank`, of the one that this rank saved with `use_collectives=False`."""
+        """Returns the metadata of the latest checkpoint; with `rank`, of the one this rank saved with `use_collectives=False`."""
         self._check_path()
         rank = kwargs.get("rank")
         directory = open_to_load(self.path)
@@ -116,11 +116,11 @@ class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
             return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **kwargs: Any) -> None:  # noqa: ARG002
-        """Remember where the items are stored, from the `metadata` that `read_metadata` gave."""
+        """Stores the location of the items from the `metadata` returned by `read_metadata`."""
         self.storage_data = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check that the model's tables fit, before any rank changes anything."""
+        """Checks that the model's tables fit, before any rank changes anything."""
         load = self._active_load()
         if self.model is not None:
             try:
@@ -136,9 +136,9 @@ class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks found the same checkpoint, which a save may have replaced meanwhile, and want the same of it.
+        """Checks that all ranks opened the same checkpoint, which a concurrent save may have replaced, with the same arguments.
 
-        `StateError`; `InputError` where the arguments of the ranks' readers differ.
+        Raises `StateError`, or `InputError` if the arguments of the ranks' readers differ.
         """
         said = [plan.storage_data for plan in plans if plan.storage_data is not None]
         names = {name for name, _ in said}
@@ -151,7 +151,7 @@ class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's items and tables."""
+        """Reads this rank's items and tables."""
         load = self._active_load()
         with load.session as session:
             for item in sorted(plan.items, key=self._stream_offset):
@@ -196,7 +196,7 @@ class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
             planner.load_bytes(item, io.BytesIO(read_all().data))
             return
         target = planner.resolve_tensor(item)
-        # The tensor is narrowed as torch does it: a dimension as long as the saved tensor's starts at 0.
+        # The tensor is narrowed like in torch: a dimension of the full length starts at 0.
         if extent.kind == "raw" and extent.dtype is not None:
             self._check_box(item, extent.shape, target)
             read_box(read, extent.dtype, extent.shape, tuple(item.storage_offsets), target.detach())
@@ -211,7 +211,7 @@ class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
         planner.commit_tensor(item, target)
 
     def _check_box(self, item: ReadItem, shape: tuple[int, ...], target: torch.Tensor) -> None:
-        """`MismatchError` unless the item is a box within a saved tensor of this shape, and its target has the box's shape."""
+        """Raises `MismatchError` unless the item is a box inside a saved tensor of this shape and its target has its shape."""
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         within = len(offsets) == len(lengths) == len(shape) and all(
             offset >= 0 and length >= 0 and offset + length <= whole

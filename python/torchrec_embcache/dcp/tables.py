@@ -1,4 +1,4 @@
-"""A model's tables in DCP's saves."""
+"""A model's tables in DCP saves."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,7 +22,7 @@ __all__ = ["PartResult", "StagedTables", "TableWriter"]
 
 @dataclass(frozen=True)
 class PartResult:
-    """A part that a rank wrote, as it tells the coordinator. `epoch`: of rows that are trained from then on; None without
+    """A part written by a rank, as sent to the coordinator. `epoch`: epoch of rows that are trained afterwards; None without
     tables.
     """
 
@@ -32,14 +32,12 @@ class PartResult:
 
 @dataclass(frozen=True)
 class StagedTables:
-    """The tables at the moment of `stage()`, on their way into a part. This can be pickled, and then waits until they are
-    written.
-    """
+    """A snapshot of the tables taken by `stage()`, being written into a part. Pickling it waits until they are written."""
 
     outcome: Future[PartResult] | PartResult | EmbCacheError
 
     def __getstate__(self) -> dict[str, Any]:
-        """Wait until the tables are written. DCP pickles a writer in a thread beside training, so training does not wait."""
+        """Waits until the tables are written. DCP pickles a writer in a background thread, so training does not wait."""
         outcome: PartResult | EmbCacheError
         try:
             outcome = self.result()
@@ -48,12 +46,12 @@ class StagedTables:
         return {"outcome": outcome}
 
     def wait(self) -> None:
-        """Wait until the tables are written, or have failed to be."""
+        """Waits until the tables are written or the write has failed."""
         if isinstance(self.outcome, Future):
             self.outcome.exception()
 
     def result(self) -> PartResult:
-        """Wait for the part and return it. Raises what kept it from being written."""
+        """Waits for the part and returns it. Raises the error if it could not be written."""
         outcome = self.outcome.result() if isinstance(self.outcome, Future) else self.outcome
         if isinstance(outcome, EmbCacheError):
             raise outcome
@@ -61,27 +59,27 @@ class StagedTables:
 
 
 class TableWriter:
-    """Writes the tables of a model into parts. Pickling hands over what was staged, without the model."""
+    """Writes the tables of a model into parts. Pickling transfers the staged tables, without the model."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.has_model = model is not None
         self._staged: StagedTables | None = None
-        # Held until the next save, so that no other save sweeps it.
+        # Kept until the next save, so that no other save removes the part.
         self._snapshot_part: PartSession | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Hand over what was staged to whoever unpickles this. It is no longer here then."""
+        """Transfers the staged tables to the unpickled object; this object does not have them afterwards."""
         staged, self._staged = self._staged, None
         return {**self.__dict__, "model": None, "_staged": staged, "_snapshot_part": None}
 
     def stage(self, path: str, check: Callable[[], object]) -> None:
-        """Hold the rows as of now, when no save beside training is under way; a thread writes them to a part.
+        """Takes a snapshot of the tables once no asynchronous save is in progress; a thread writes it to a part.
 
-        It is for the next save of this writer, here or unpickled. `check` raises where `path` is no path.
+        The part is for the next save of this writer, here or unpickled. `check` raises if `path` is invalid.
 
-        What fails, as it may on one rank alone, fails that save, on every rank. Where there is one rank, `PathError` and
-        `InputError` are raised.
+        An error, which may occur on a single rank, makes that save fail on every rank. With a single rank, `PathError` and
+        `InputError` are raised immediately.
         """
         if not self.has_model:
             return
@@ -107,7 +105,7 @@ class TableWriter:
         part = PartSession()
 
         def release() -> None:
-            # No delta builds on this checkpoint, so nothing has to be kept for one.
+            # No delta is based on this checkpoint, so removed rows need not be recorded.
             for _, _, table in shards:
                 table.native.finish_background_save(epoch)
 
@@ -130,16 +128,16 @@ class TableWriter:
             return save.start(write)
 
     def take_staged(self) -> StagedTables | None:
-        """Return what was staged, for the save that begins, and forget it here."""
+        """Returns the staged tables for the save that starts, and forgets them."""
         staged, self._staged = self._staged, None
         if staged is None:
             self._snapshot_part = None
         return staged
 
     def sweep(self) -> None:
-        """Sweep the tables that are swept at saves, before any rank writes. What was staged was swept then.
+        """Sweeps the tables that are swept at saves, before any rank writes. Staged tables were already swept.
 
-        `StateError` where the model is in another process.
+        Raises `StateError` if the model is in another process.
         """
         if self.has_model:
 
@@ -150,9 +148,9 @@ class TableWriter:
             sweep_before_save(tables_by_name(shards_unopened(self._require_model())), SingleRank(), open_all)
 
     def write(self, part: PartSession) -> int | None:
-        """Write the rows, as of now; the epoch of rows trained from now on, None where there are no tables.
+        """Writes the current rows. Returns the epoch of rows trained afterwards; None without tables.
 
-        `StateError` where the model is in another process, or is trained meanwhile.
+        Raises `StateError` if the model is in another process, or is trained during the write.
         """
         if not self.has_model:
             return None
@@ -163,13 +161,13 @@ class TableWriter:
         return epoch
 
     def close(self) -> None:
-        """Forget what was staged, when it is written."""
+        """Waits for the staged tables and discards them."""
         if self._staged is not None:
             self._staged.wait()
         self._staged = self._snapshot_part = None
 
     def abandon(self, staged: StagedTables | None) -> None:
-        """Remove the part that was `staged` for a save that failed, when it is written."""
+        """Waits for the part that was `staged` for a failed save, and removes it."""
         if staged is not None:
             staged.wait()
         held, self._snapshot_part = self._snapshot_part, None
@@ -177,7 +175,7 @@ class TableWriter:
             held.abandon()
 
     def _shards(self) -> list[ModuleShard]:
-        """This rank's tables, opened."""
+        """Opens this rank's tables and returns them."""
         return shards_of(self._require_model())
 
     def _require_model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The process group of a save in a thread: its collectives must not meet those of training."""
+"""Check of the process group of a save in a thread: its collectives must not interleave with those of training."""
 
 import inspect
 import sys
@@ -16,9 +16,9 @@ _ASYNC_SAVE = inspect.unwrap(async_save).__code__
 
 
 def check_async_save_group() -> None:
-    """`InputError` where the running `dcp.async_save` would save in a thread, by the group that training uses.
+    """Raises `InputError` if the running `dcp.async_save` would save in a thread with the process group of training.
 
-    DCP gives a writer the arguments of the call nowhere, so that they are read from its frame. A process has a group of its own.
+    DCP does not pass the arguments of the call to a writer, so they are read from its frame. A save in a process has its own group.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None and frame.f_code is not _ASYNC_SAVE:

@@ -1,4 +1,4 @@
-"""The storage writer: what `dcp.save` and `dcp.async_save` write checkpoints by."""
+"""The storage writer for `dcp.save` and `dcp.async_save`."""
 
 import contextlib
 import dataclasses
@@ -49,10 +49,10 @@ class _SaveState:
     rank: int
     use_collectives: bool
     staged: StagedTables | None
-    # Held until the save is over, so that no other save sweeps it.
+    # Kept until the end of the save, so that no other save removes the part.
     part: PartSession | None = None
 
-    # Both are checked and made at their first use. All of this save works in what their paths lead to then.
+    # Both directories are validated and created on first use. The entire save uses the directories opened then.
 
     @functools.cached_property
     def root(self) -> CheckpointDirectory:
@@ -61,14 +61,14 @@ class _SaveState:
 
     @functools.cached_property
     def directory(self) -> CheckpointDirectory:
-        """The directory of the checkpoints: that at `path`, or where each rank saves alone this rank's own below it."""
+        """The checkpoint directory: the one at `path`, or this rank's own below it if each rank saves on its own."""
         return self.root if self.use_collectives else open_rank_to_save(self.root, self.rank)
 
 
 class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWriter):
-    """Writes what `dcp.save` and `dcp.async_save` are given, and a model's tables, as one checkpoint of this package.
+    """Writes the state of `dcp.save` and `dcp.async_save` and a model's tables as one checkpoint of this package.
 
-    One save at a time goes through a writer; it may be used for any number of saves, each of which replaces the checkpoint before.
+    A writer handles one save at a time; it may be used for any number of saves, each of which replaces the previous checkpoint.
 
     Examples:
         >>> import torch.distributed.checkpoint as dcp
@@ -94,14 +94,14 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
         thread_count: int = 1,  # noqa: ARG002
         per_thread_copy_ahead: int = 0,  # noqa: ARG002
     ) -> None:
-        """`path`: the checkpoints' directory, the same on every rank, by the rules of `Saver(path_checks="basic")`. `model`: its
-        tables are saved too.
+        """`path`: the checkpoints' directory, the same on every rank, subject to the rules of `Saver(path_checks="basic")`.
+        `model`: its tables are saved too.
 
-        `overwrite=False` refuses a `path` that holds a checkpoint (`StateError`). `cache_staged_state_dict` keeps the memory that
-        `dcp.async_save` copies dense tensors into for the next one, pinned where there is a device.
+        `overwrite=False` rejects a `path` that contains a checkpoint (`StateError`). `cache_staged_state_dict` keeps the host
+        memory into which `dcp.async_save` copies dense tensors for the next save; it is pinned if there is a device.
 
-        `single_file_per_rank`, `sync_files`, `thread_count` and `per_thread_copy_ahead` are those of torch's `FileSystemWriter`, in
-        whose place this class can stand by its name alone. They change nothing: every save is synced, and divided by bytes.
+        `single_file_per_rank`, `sync_files`, `thread_count` and `per_thread_copy_ahead` are accepted for compatibility with torch's
+        `FileSystemWriter` and have no effect: every save is synced, and divided by bytes.
         """
         super().__init__(cache_staged_state_dict=cache_staged_state_dict)
         self.path = check_path("path", path)
@@ -113,21 +113,21 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
         self._save: _SaveState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The configuration, and the name of the part with the tables that were staged: for the process that saves."""
+        """Returns the configuration and the staged part's name, for the process that saves."""
         return {**self.__dict__, "model": None, "state_dict_cache": None, "_save": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Save to `checkpoint_id`, a path, from now on."""
+        """Sets the path of the following saves to `checkpoint_id`."""
         self._set_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """For `dcp.async_save`: a copy of `state_dict` in host memory, and the tables' rows, as of now.
+        """Copies `state_dict` into host memory and takes a snapshot of the tables, for `dcp.async_save`.
 
-        `InputError` where several ranks save in threads and `async_save` was given no process group of its own.
+        Raises `InputError` if several ranks save in threads and `async_save` has no separate process group.
         """
         check_async_save_group()
-        # The tables first, because there ranks may wait for each other, and what comes before may fail on one of them.
+        # The tables are first: ranks may wait for each other there, and an earlier step might fail on only one of them.
         self._tables.stage(self.path, self._check_path)
         try:
             staged: dict[str, Any] = super().stage(state_dict)
@@ -137,32 +137,30 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
         return staged
 
     def close(self) -> None:
-        """Forget what was staged and not saved. What a failed save has written is no longer held, so that a later save removes
-        it.
-        """
+        """Discards staged state that was not saved. Files of a failed save are released, so that a later save removes them."""
         self._tables.close()
         self._save = None
         self.state_dict_cache: dict[str, Any] | None = None
 
     def storage_meta(self) -> StorageMeta:
-        """The checkpoint's path and this save's id."""
+        """Returns the checkpoint's path and this save's id."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Begin a save, as `rank` of those that save together. `PathError` where `reset` was given no path."""
+        """Starts a save, as `rank` of the ranks that save together. Raises `PathError` if `reset` got an invalid path."""
         self._check_path()
         staged = self._tables.take_staged()
         self._save = _SaveState(self.path, kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan, with what all ranks have to give alike."""
+        """Returns the plan, with the arguments that must be equal on all ranks."""
         self._active_save()
         return dataclasses.replace(plan, storage_data={"model": "given" if self._tables.has_model else "left out"})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check the directory, and remove what killed saves left there. The coordinator does this before any rank writes.
+        """Checks the directory and removes files of killed saves. The coordinator calls this before any rank writes.
 
-        `InputError` where some ranks give a model and others do not.
+        Raises `InputError` if some ranks have a model and others do not.
         """
         save = self._active_save()
         with self._abandon_on_error(save):
@@ -170,7 +168,7 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
         return plans
 
     def _prepare(self, save: _SaveState, plans: list[SavePlan]) -> None:
-        # A plan that DCP has cached says nothing.
+        # A plan cached by DCP has no arguments.
         if said := [plan.storage_data for plan in plans if plan.storage_data is not None]:
             check_arguments_match([("EmbCacheStorageWriter", each) for each in said])
         if not save.use_collectives:
@@ -188,10 +186,10 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
         _native.remove_stale_parts(save.directory)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items and tables durably into a part, which the coordinator takes over in `finish`.
+        """Writes this rank's items and tables durably into a part, which the coordinator adopts in `finish`.
 
-        Before that, tables that are swept at saves are swept. Here, because all ranks come here or none: where one fails before,
-        in its planner for one, DCP has ended the save on all. So no rank waits for another that does not sweep.
+        First sweeps the tables that are swept at saves. It is done here because either all ranks reach this call or none: after an
+        earlier failure, for example in a planner, DCP ends the save on all ranks. So no rank waits for a rank that does not sweep.
         """
         save = self._active_save()
         with self._abandon_on_error(save):
@@ -210,7 +208,7 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Gather the ranks' parts into a checkpoint and publish it. Until then a load finds the one before."""
+        """Gathers the ranks' parts into a checkpoint and publishes it. Until then a load finds the previous one."""
         save = self._active_save()
         with self._abandon_on_error(save):
             self._publish(save.directory, metadata, results)
@@ -218,7 +216,7 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
 
     @contextlib.contextmanager
     def _abandon_on_error(self, save: _SaveState) -> Iterator[None]:
-        """Abandon this rank's parts where an error or an interrupt ends the save."""
+        """Abandons this rank's parts if an error or an interrupt ends the save."""
         try:
             yield
         except BaseException:
@@ -240,7 +238,7 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
             if isinstance(result.storage_data, DenseExtent)
         }
         document = to_json(metadata)
-        # The least epoch counts, so that rows that any rank trains from now on count as modified after this checkpoint.
+        # The minimum epoch applies: rows that any rank trains afterwards are then modified after this checkpoint.
         epochs = [part.epoch for of_rank in parts for part in of_rank if part.epoch is not None]
         with SaveSession(directory, SingleRank()) as session:
             session.begin()
@@ -270,7 +268,7 @@ def _write_item(part: PartSession, item: WriteItem, planner: SavePlanner) -> Wri
 
 
 def _tensor_bytes(item: WriteItem) -> int:
-    """Bytes of an item's tensor; 0 for one that is none."""
+    """Returns the bytes of an item's tensor; 0 for an item that is not a tensor."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Tables in Megatron-Core's distributed checkpoints: strategies that save and load them beside the tensors.
+"""Tables in Megatron-Core's distributed checkpoints: strategies that save and load them together with the tensors.
 
 Examples:
     >>> import os
@@ -17,14 +17,15 @@ Examples:
     >>> len(model)
     1
 
-Tensors, objects and common state are megatron's own, files and all; the tables of `model` lie in `<directory>/embcache-<key>` as
-`torchrec_embcache.saver.Saver` writes them, for any number of ranks and budgets. A load puts their rows in place.
+Tensors, objects and common state are stored in Megatron's own files; the tables of `model` are stored in
+`<directory>/embcache-<key>` in the format of `torchrec_embcache.saver.Saver`, for any number of ranks and budgets. A load replaces
+the rows of the model's tables.
 
-Written for megatron-core 0.16, the newest for Python 3.11. Where there is no CUDA, the calls to it in a save are left out; an
-asynchronous save is then finished by `request.execute_sync()`, because megatron's queue of such requests needs CUDA. Imported
-without megatron-core, or without psutil, this module raises `UnsupportedError`.
+Written for megatron-core 0.16, the latest version for Python 3.11. Without CUDA, a save omits the calls to it; an asynchronous save
+is then finished by `request.execute_sync()`, because Megatron's queue of such requests requires CUDA. Without megatron-core or
+psutil, the import of this module raises `UnsupportedError`.
 
-`LoadStrategyBase`, `SaveStrategyBase` and `AsyncSaveShardedStrategy` are megatron's own, from which the strategies here derive.
+`LoadStrategyBase`, `SaveStrategyBase` and `AsyncSaveShardedStrategy` are Megatron's base classes of the strategies.
 """
 
 import importlib.util
@@ -68,9 +69,10 @@ __all__ = [
 
 
 def register() -> None:
-    """Make the strategies known to megatron under `STRATEGY`, for saves by name and for loads of what they saved. Harmless twice.
+    """Registers the strategies with Megatron under `STRATEGY`, for saves by name and for loads of their checkpoints. Idempotent.
 
-    The common ones also stand in for megatron's own ("torch", 1), whose files they read and write: its `save` takes no other name.
+    The common strategies also replace Megatron's own ("torch", 1), whose files they read and write: its `save` accepts no other
+    name.
 
     Examples:
         >>> from torchrec_embcache import megatron

@@ -1,4 +1,4 @@
-"""Megatron's strategies, with tables beside the tensors, the objects and the common state."""
+"""Megatron's strategies, extended by tables."""
 
 import os
 import shutil
@@ -35,9 +35,9 @@ from .tables import (
 
 __all__ = ["STRATEGY", "LoadCommonStrategy", "LoadShardedStrategy", "SaveCommonStrategy", "SaveShardedStrategy"]
 
-# Backend and version: what `dist_checkpointing.save` is given, and what a checkpoint's metadata.json says.
+# Backend and version: the argument of `dist_checkpointing.save`, also stored in a checkpoint's metadata.json.
 STRATEGY = ("torchrec_embcache", 1)
-# Backends whose checkpoints the load strategies read: without tables they are the same files.
+# Backends whose checkpoints the load strategies read: without tables the files are the same.
 READABLE_BACKENDS = {STRATEGY[0], "torch_dist", "torch"}
 
 
@@ -54,7 +54,7 @@ def _check_version(loaded: int) -> None:
 
 
 class _ShardedObjectsMixin:
-    """A strategy that takes `ShardedObject`s too, and says so by a property, as megatron's interface has it."""
+    """A strategy that handles `ShardedObject`s too, as reported by a property of Megatron's interface."""
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -63,12 +63,12 @@ class _ShardedObjectsMixin:
 
 
 class SaveShardedStrategy(_ShardedObjectsMixin, TorchDistSaveShardedStrategy):
-    """Megatron's strategy for tensors and objects, and tables beside; synchronous or asynchronous.
+    """Megatron's strategy for tensors and objects, extended by tables; synchronous or asynchronous.
 
-    With `async_save` all is of the moment of the call. Tensors are written when the request is executed, as megatron does, tables
-    by `Saver.save_async`, from the call on, in a thread beside training. The first that finalizes the request waits for them: a
-    checkpoint whose tables could not be written is never published. A request that is never executed leaves the tables' files,
-    which the next save to the same directory removes.
+    With `async_save`, the checkpoint is a snapshot taken at the call. Tensors are written when the request is executed, as in
+    Megatron; tables are written by `Saver.save_async` in a background thread that starts at the call. The first finalize function
+    of the request waits for them: a checkpoint whose tables could not be written is never published. A request that is never
+    executed leaves the tables' files, which the next save to the same directory removes.
 
     Examples:
         >>> from torchrec_embcache import megatron
@@ -77,16 +77,16 @@ class SaveShardedStrategy(_ShardedObjectsMixin, TorchDistSaveShardedStrategy):
     """
 
     def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1], *args: Any, **kwargs: Any) -> None:
-        """Take the same arguments as megatron's strategy."""
+        """Accepts the same arguments as Megatron's strategy."""
         super().__init__(backend, version, *args, **kwargs)
-        self._writer: Any = None  # of the last request
+        self._writer: Any = None  # the writer of the last request
 
     def async_save(
         self, sharded_state_dict: StateDict, checkpoint_dir: Path, *args: Any, **kwargs: Any
     ) -> AsyncRequest:
-        """Hold the tables' rows, and return the request that writes the rest. Collective. Raises what `Saver.save_async` does."""
+        """Takes a snapshot of the tables. Returns the request that writes the rest. Collective. Raises like `Saver.save_async`."""
         rest, tables = take_tables("SaveShardedStrategy.async_save", sharded_state_dict, checkpoint_dir, check_saved)
-        # Where objects are left to the common strategy, it has saved the tables by now.
+        # If objects are left to the common strategy, it has already saved the tables.
         if self.can_handle_sharded_objects:
             remove_leftovers(tables, checkpoint_dir)
         under_way = [
@@ -108,10 +108,10 @@ class SaveShardedStrategy(_ShardedObjectsMixin, TorchDistSaveShardedStrategy):
 
 
 def _wait_for_tables(saves: Sequence[Future[SaveReport]], writer: Any) -> None:
-    """Wait for the tables. Where one fails, nobody asks for what became of the tensors: it is taken out of megatron's queue here.
+    """Waits for the tables. After a failure, removes the result of the tensors from Megatron's queue, because no caller reads it.
 
-    That queue is the process's. What stays in it would be taken for the result of the next save, which would publish places in
-    files of this one.
+    That queue is shared by the process. A result left in it would be taken for the result of the next save, which would publish
+    locations in files of this save.
     """
     try:
         for save in saves:
@@ -122,9 +122,9 @@ def _wait_for_tables(saves: Sequence[Future[SaveReport]], writer: Any) -> None:
 
 
 def _finish(writer: Any, metadata: Any, ranks: Any) -> None:
-    """What megatron does when all ranks have written, without a tensor on a GPU: the coordinator writes the metadata.
+    """Finishes a save once all ranks have written, like Megatron but without a GPU tensor: the coordinator writes the metadata.
 
-    A rank's failure is a `StorageError` on all of them.
+    A failure of one rank raises `StorageError` on all of them.
     """
     gathered = ranks.gather_object(writer.retrieve_write_results())
 
@@ -141,7 +141,7 @@ def _finish(writer: Any, metadata: Any, ranks: Any) -> None:
 
 
 class LoadShardedStrategy(_ShardedObjectsMixin, TorchDistLoadShardedStrategy):
-    """Megatron's strategy for tensors and objects, and tables beside.
+    """Megatron's strategy for tensors and objects, extended by tables.
 
     Examples:
         >>> from torchrec_embcache import megatron
@@ -149,24 +149,26 @@ class LoadShardedStrategy(_ShardedObjectsMixin, TorchDistLoadShardedStrategy):
     """
 
     def load(self, sharded_state_dict: StateDict, checkpoint_dir: Path, *args: Any, **kwargs: Any) -> StateDict:
-        """Load the state dict. Tables are loaded into their model, which stands in it where they stood. Collective.
+        """Loads the state dict. Tables are loaded into their model, which takes their place in the state dict. Collective.
 
-        Raises `MismatchError` where the checkpoint has no tables of a key, before anything is loaded, and what `Saver.load` does.
+        Raises `MismatchError` before anything is loaded if the checkpoint has no tables of a key; otherwise raises like
+        `Saver.load`.
         """
         rest, tables = take_tables("LoadShardedStrategy.load", sharded_state_dict, checkpoint_dir, check_present)
         loaded = super().load(rest, checkpoint_dir, *args, **kwargs) if rest else {}
         return load_tables(tables, checkpoint_dir, loaded)
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> StateDict:
-        """Tensors, objects and tables of the checkpoint, without data."""
+        """Returns the tensors, objects and tables of the checkpoint, without data."""
         found: StateDict = super().load_sharded_metadata(checkpoint_dir)
-        # Where objects are left to the common strategy, so are the tables.
+        # If objects are left to the common strategy, tables are too.
         return found | metadata_of(checkpoint_dir) if self.can_handle_sharded_objects else found
 
     def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
-        """Remove tensors, objects and tables whose key starts with `key_prefix`, and the files that hold nothing else.
+        """Removes tensors, objects and tables whose key starts with `key_prefix`, and the files that contain nothing else.
 
-        A crash leaves them removed or not, and at most files that nothing refers to. An `EmbCacheWarning` where there are none.
+        After a crash they are either removed or not, and at most unreferenced files remain. Emits an `EmbCacheWarning` if there are
+        none.
         """
         removed = remove_tensors(Path(checkpoint_dir), key_prefix)
         for key in (key for key in keys_in(checkpoint_dir) if key.startswith(key_prefix)):
@@ -177,16 +179,16 @@ class LoadShardedStrategy(_ShardedObjectsMixin, TorchDistLoadShardedStrategy):
             warnings.warn(message, EmbCacheWarning, stacklevel=2)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """`UnsupportedError` for checkpoints of another backend than ours or megatron's."""
+        """Raises `UnsupportedError` for checkpoints of a backend other than this one and Megatron's."""
         _check_backend(loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """`UnsupportedError` for other versions."""
+        """Raises `UnsupportedError` for other versions."""
         _check_version(loaded_version)
 
 
 class SaveCommonStrategy(_ShardedObjectsMixin, TorchCommonSaveStrategy):
-    """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
+    """Megatron's strategy for common state, extended by tables, for strategies that leave objects to it.
 
     Examples:
         >>> from torchrec_embcache import megatron
@@ -195,13 +197,13 @@ class SaveCommonStrategy(_ShardedObjectsMixin, TorchCommonSaveStrategy):
     """
 
     def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1]) -> None:
-        """Take the same arguments as megatron's strategy."""
+        """Accepts the same arguments as Megatron's strategy."""
         super().__init__(backend, version)
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]
     ) -> None:
-        """Save objects as megatron does, and tables by `Saver`. Collective."""
+        """Saves objects like Megatron, and tables with `Saver`. Collective."""
         call = "SaveCommonStrategy.save_sharded_objects"
         rest, tables = take_tables(call, sharded_objects_state_dict, checkpoint_dir, check_saved)
         remove_leftovers(tables, checkpoint_dir)
@@ -210,7 +212,7 @@ class SaveCommonStrategy(_ShardedObjectsMixin, TorchCommonSaveStrategy):
 
 
 class LoadCommonStrategy(_ShardedObjectsMixin, TorchCommonLoadStrategy):
-    """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
+    """Megatron's strategy for common state, extended by tables, for strategies that leave objects to it.
 
     Examples:
         >>> from torchrec_embcache import megatron
@@ -221,20 +223,20 @@ class LoadCommonStrategy(_ShardedObjectsMixin, TorchCommonLoadStrategy):
     def load_sharded_objects(
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]
     ) -> StateDict:
-        """Load objects as megatron does, and tables into their models. Collective."""
+        """Loads objects like Megatron, and tables into their models. Collective."""
         call = "LoadCommonStrategy.load_sharded_objects"
         rest, tables = take_tables(call, sharded_objects_state_dict, checkpoint_dir, check_present)
         return load_tables(tables, checkpoint_dir, super().load_sharded_objects(rest, checkpoint_dir))
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
-        """Objects and tables of the checkpoint, without data."""
+        """Returns the objects and tables of the checkpoint, without data."""
         found: StateDict = super().load_sharded_metadata(checkpoint_dir)
         return found | metadata_of(checkpoint_dir)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """`UnsupportedError` for checkpoints of another backend than ours or megatron's."""
+        """Raises `UnsupportedError` for checkpoints of a backend other than this one and Megatron's."""
         _check_backend(loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """`UnsupportedError` for other versions."""
+        """Raises `UnsupportedError` for other versions."""
         _check_version(loaded_version)

@@ -1,4 +1,4 @@
-"""The tables of a model in megatron's sharded state dicts, and in its checkpoints' directories."""
+"""The tables of a model in Megatron's sharded state dicts and in its checkpoint directories."""
 
 import dataclasses
 import os
@@ -41,7 +41,7 @@ __all__ = [
     "take_tables",
 ]
 
-# How the directory of the tables of a key begins in a checkpoint.
+# Prefix of the directory of a key's tables in a checkpoint.
 PREFIX = "embcache-"
 
 StateDict = dict[str, Any]
@@ -51,8 +51,8 @@ StateDict = dict[str, Any]
 class ShardedTables(ShardedObject):
     """All tables of a model, as one object of a sharded state dict. `data`: the model; None in metadata.
 
-    There is one of it, and each rank's is a replica: ranks may be other ones when it is loaded. `slots`: whether a load takes the
-    optimizer's slots.
+    The object is a single global one, and each rank's copy is a replica: the number of ranks may differ at the load. `slots`: if
+    true, a load includes the optimizer's slots.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, megatron, optimizers
@@ -66,15 +66,15 @@ class ShardedTables(ShardedObject):
     slots: bool = True
 
 
-# The tables of a sharded state dict, by their keys in it from the outermost to their own.
+# The tables of a sharded state dict, by the path of keys that leads to them, outermost first.
 TablesByPath = dict[tuple[str, ...], ShardedTables]
 
 
 def sharded_tables(model: nn.Module, key: str = "embcache", *, slots: bool = True) -> dict[str, ShardedTables]:
-    """What to add to a sharded state dict, on every rank: the tables of every cache module in `model`, under `key`.
+    """Returns the entries to add to a sharded state dict on every rank: the tables of all cache modules in `model`, under `key`.
 
-    With `slots=False` a load takes weights and metadata alone, as `Saver.load(..., slots=False)` does; a save refuses it.
-    `InputError` where `model` has none; `ConfigError` for a key that cannot be in a path.
+    With `slots=False` a load reads only weights and metadata, as `Saver.load(..., slots=False)` does; a save rejects it. Raises
+    `InputError` if `model` has no cache module, and `ConfigError` for a key that is not valid in a path.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, megatron, optimizers
@@ -92,7 +92,7 @@ def sharded_tables(model: nn.Module, key: str = "embcache", *, slots: bool = Tru
 
 
 def folder_of(key: str) -> str:
-    """The directory of the tables of a key in a checkpoint. `InputError` for a key that is too long for a name."""
+    """Returns the directory name of a key's tables in a checkpoint. Raises `InputError` if the key is too long."""
     name = PREFIX + urllib.parse.quote(key, safe="")
     if len(name) > 255:
         raise InputError(f"key={key!r} makes a file name of {len(name)} bytes: choose a shorter one")
@@ -100,7 +100,7 @@ def folder_of(key: str) -> str:
 
 
 def _split_tables(state: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> tuple[StateDict, TablesByPath]:
-    """A sharded state dict without its tables, and the tables by their keys in it, from the outermost to their own."""
+    """Returns a sharded state dict without its tables, and the tables by key path, outermost first."""
     rest: StateDict = {}
     found: TablesByPath = {}
     for name, value in state.items():
@@ -130,7 +130,7 @@ def take_tables(
     directory: str | os.PathLike[str],
     check: Callable[[TablesByPath, str | os.PathLike[str]], None],
 ) -> tuple[StateDict, TablesByPath]:
-    """Take the tables out of a sharded state dict, once every rank has `check`ed them and gives the same keys. Collective."""
+    """Splits the tables from a sharded state dict, once every rank has `check`ed them and passed the same keys. Collective."""
     taken: list[tuple[StateDict, TablesByPath]] = []
 
     def arguments() -> dict[str, object]:
@@ -152,13 +152,13 @@ def _holds_tables(value: object) -> bool:
 
 
 def save_tables(tables: TablesByPath, directory: str | os.PathLike[str]) -> None:
-    """Save the rows of every model. Collective."""
+    """Saves the rows of every model. Collective."""
     for each in tables.values():
         Saver(path_checks="basic").save(model_of(each), os.path.join(directory, folder_of(each.key)))
 
 
 def check_saved(tables: TablesByPath, directory: str | os.PathLike[str]) -> None:
-    """`InputError` for tables that are for a load alone, `StateError` for tables without their model."""
+    """Raises `InputError` for tables that are only for a load, `StateError` for tables without their model."""
     del directory
     for each in tables.values():
         if not each.slots:
@@ -169,7 +169,7 @@ def check_saved(tables: TablesByPath, directory: str | os.PathLike[str]) -> None
 
 
 def load_tables(tables: TablesByPath, directory: str | os.PathLike[str], state: StateDict) -> StateDict:
-    """Load the rows into the models. In `state` each model stands where its tables stood."""
+    """Loads the rows into the models. In `state` each model takes the place of its tables."""
     for (*above, name), each in tables.items():
         model = model_of(each)
         Saver(path_checks="basic").load(model, os.path.join(directory, folder_of(each.key)), slots=each.slots)
@@ -181,7 +181,7 @@ def load_tables(tables: TablesByPath, directory: str | os.PathLike[str], state: 
 
 
 def check_present(tables: TablesByPath, directory: str | os.PathLike[str]) -> None:
-    """`MismatchError` where a checkpoint lacks the tables of a key, `StateError` for tables without their model."""
+    """Raises `MismatchError` if a checkpoint lacks the tables of a key, `StateError` for tables without their model."""
     known = set(keys_in(directory))
     missing = [each.key for each in tables.values() if each.key not in known]
     if missing:
@@ -191,11 +191,11 @@ def check_present(tables: TablesByPath, directory: str | os.PathLike[str]) -> No
 
 
 def remove_leftovers(tables: TablesByPath, directory: str | os.PathLike[str]) -> None:
-    """Remove tables of other keys that a save which was never finished has left in `directory`. Collective."""
+    """Removes tables of other keys that an unfinished save left in `directory`. Collective."""
 
     def remove() -> None:
         wait_for_saves()
-        # Megatron writes this file last. A directory that has it is a checkpoint.
+        # Megatron writes this file last. A directory that has it is a complete checkpoint.
         if rank() == 0 and not os.path.exists(os.path.join(directory, "metadata.json")):
             for key in set(keys_in(directory)) - {each.key for each in tables.values()}:
                 shutil.rmtree(os.path.join(directory, folder_of(key)))
@@ -204,28 +204,28 @@ def remove_leftovers(tables: TablesByPath, directory: str | os.PathLike[str]) ->
 
 
 def model_of(tables: ShardedTables) -> nn.Module:
-    """The model whose tables these are. `StateError` where they came without it, as from metadata."""
+    """Returns the model of these tables. Raises `StateError` if they have no model, as in metadata."""
     if not isinstance(tables.data, nn.Module):
         raise StateError(f"the tables of the key {tables.key!r} came without their model: give sharded_tables(model)")
     return tables.data
 
 
 def keys_in(directory: str | os.PathLike[str]) -> list[str]:
-    """The keys of the tables in a checkpoint."""
+    """Returns the keys of the tables in a checkpoint."""
     names = (entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
     return [urllib.parse.unquote(name.removeprefix(PREFIX)) for name in names if name.startswith(PREFIX)]
 
 
 def metadata_of(directory: str | os.PathLike[str]) -> dict[str, ShardedTables]:
-    """The tables of a checkpoint, without their models."""
+    """Returns the tables of a checkpoint, without their models."""
     tables = [ShardedTables(key, None, (1,), (0,)) for key in sorted(keys_in(directory))]
     return {each.unique_key: each for each in tables}
 
 
 def remove_tensors(directory: Path, prefix: str) -> bool:
-    """Take keys out of the metadata, then remove the files that were theirs alone. Whether there were any.
+    """Removes keys from the metadata, then the files that only these keys used. Returns True if there were any.
 
-    Megatron's own way asks torch for what it no longer has, and removes files of one name only.
+    Megatron's own implementation calls functions that torch has removed, and only removes files of one name.
     """
     old = FileSystemReader(directory).read_metadata()
     stored = {index: where for index, where in old.storage_data.items() if not index.fqn.startswith(prefix)}

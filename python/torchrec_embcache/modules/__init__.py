@@ -1,4 +1,4 @@
-"""TorchRec's collections and configs over tables larger than memory, unsharded; `sharded` has them sharded."""
+"""TorchRec's collections and configs over tables larger than memory, unsharded; `sharded` has the sharded ones."""
 
 from .collections import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection
 from .configs import EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig

@@ -1,4 +1,4 @@
-"""The rows of a module of TorchRec's, with the state of the optimizer that trained them.
+"""Imports the rows of a TorchRec module, with the state of the optimizer that trained them.
 
 Shapes: N rows of a table, D its width.
 """
@@ -18,33 +18,33 @@ from torchrec_embcache.table_shard import TableShard
 
 __all__ = ["TrainedState", "find_trained_state", "import_torchrec"]
 
-#: The numbers of a param group that a table's optimizer takes over.
+#: Hyperparameters of a param group that a table's optimizer adopts.
 _KNOWN_HYPERPARAMETERS = frozenset({"lr", "eps", "betas", "weight_decay"})
-#: How many rows are copied at a time.
+#: Number of rows that are copied at a time.
 _IMPORT_ROWS = 65_536
 
 
 @dataclass(frozen=True)
 class TrainedState:
-    """What trained one weight of TorchRec's: the optimizer's class, its numbers, and its state of that weight."""
+    """The optimizer that trained a weight of TorchRec's: its class, hyperparameters, and state of that weight."""
 
     kind: type[torch.optim.Optimizer]
     hyperparameters: Mapping[str, Any]
     state: Mapping[str, Any]
 
     def annotate(self, param: nn.Parameter) -> None:
-        """Note the optimizer on `param`, the zero-row weight of a table, as `apply_optimizer_in_backward` does."""
+        """Records the optimizer on `param`, the zero-row weight of a table, like `apply_optimizer_in_backward`."""
         param.__dict__["_optimizer_classes"] = [self.kind]
         param.__dict__["_optimizer_kwargs"] = [dict(self.hyperparameters)]
         param.__dict__["_in_backward_optimizers"] = [EmptyFusedOptimizer()]
 
     def step(self) -> int:
-        """How many steps the weight was trained."""
+        """Returns the number of training steps of the weight."""
         step = self.state.get("step", 0)
         return int(step.item() if isinstance(step, Tensor) else step)
 
     def slot(self, name: str, weight: Tensor, width: int) -> Tensor | None:
-        """The state `name` as rows [N, D] of `width` D, or [N] where `width` is 0. None where the weight was never trained."""
+        """Returns the state `name` as rows [N, D] of `width` D, or [N] if `width` is 0. None if the weight was never trained."""
         if not self.state:
             return None
         values = self.state.get(name)
@@ -61,9 +61,9 @@ class TrainedState:
 def find_trained_state(
     weight: nn.Parameter, optimizer: torch.optim.Optimizer | Literal["in_backward"] | None
 ) -> TrainedState | None:
-    """What trained `weight`: `optimizer`, or with "in_backward" the one that `apply_optimizer_in_backward` put there.
+    """Returns the optimizer state of `weight`: of `optimizer`, or with "in_backward" that of `apply_optimizer_in_backward`.
 
-    None for None. Raises `ConfigError` where `optimizer` is not one, or does not have the weight.
+    Returns None for None. Raises `ConfigError` if `optimizer` is not an optimizer, or does not have the weight.
     """
     if optimizer is None:
         return None
@@ -90,7 +90,7 @@ def find_trained_state(
 
 
 def _hyperparameters(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a param group that a table's optimizer takes, and all others that are not at their default."""
+    """Returns the hyperparameters of a param group that a table's optimizer adopts, and all others with non-default values."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
     numbers = {}
     for name, value in group.items():
@@ -105,7 +105,7 @@ def _hyperparameters(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]
 
 
 def import_torchrec(table: TableShard, weight: Tensor, trained_state: TrainedState | None) -> None:
-    """Import rows 0 to N - 1 of a table from TorchRec's `weight` [N, D] in chunks, with the slots that `trained_state` has."""
+    """Imports rows 0 to N - 1 of a table from TorchRec's `weight` [N, D] in chunks, with the slots in `trained_state`."""
     if weight.dtype != torch.float32:
         raise UnsupportedError(f"table {table.name!r} has {weight.dtype} weights: rows are float32, convert it first")
     spec = table.spec

@@ -1,4 +1,4 @@
-"""What the two unsharded collections share: their tables, optimizers and lookups, under TorchRec's classes."""
+"""The base of the two unsharded collections: their tables, optimizers and lookups, under TorchRec's classes."""
 
 import contextlib
 import copy
@@ -30,14 +30,14 @@ from .tables import ModuleTables, ShardPlacement, is_trainable, placeholder_para
 
 __all__ = ["CacheCollection", "TrainingOptimizer", "match_configs", "placeholder_configs"]
 
-#: What trained a module of TorchRec's: an optimizer, the optimizers in its backward, or nothing that is to be kept.
+#: The optimizer that trained a TorchRec module: an optimizer, the optimizers in its backward, or none.
 TrainingOptimizer = torch.optim.Optimizer | Literal["in_backward"] | None
 
 
 class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
-    """What both unsharded collections share, as a mixin over TorchRec's class.
+    """A mixin over TorchRec's class, shared by both unsharded collections.
 
-    The tables are checked when the module is made, and opened when they are first used.
+    The tables are checked by the constructor, and opened on first use.
     """
 
     training: bool
@@ -52,9 +52,9 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
         device: torch.device | str | None,
         replicated: bool,
     ) -> None:
-        """To be called after TorchRec's `__init__`, which ran on stand-ins of one row each.
+        """Completes construction after TorchRec's `__init__`, which ran on placeholder configs of one row each.
 
-        It puts the real configs in their place, and zero-row weights, and checks the tables' settings.
+        Replaces them by the real configs and by zero-row weights, and checks the tables' settings.
         """
         if tiers is not None and not isinstance(tiers, TierBudgets):
             raise ConfigError(f"tiers={tiers!r}: give a TierBudgets")
@@ -64,7 +64,7 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
         self._replicated = replicated
         self._configs = configs
         self._device = torch.device(device) if device is not None else torch.device("cpu")
-        # A module on "meta" looks nothing up before it is sharded, and the sharder then names the device.
+        # A module on "meta" is not used before it is sharded, and the sharder then sets the device.
         on = torch.device("cpu") if self._device.type == "meta" else self._device
         for config in configs:
             holder = self._holder()[config.name]
@@ -92,11 +92,11 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
         return holder
 
     def table_configs(self) -> list[Any]:
-        """The configs of the tables."""
+        """Returns the configs of the tables."""
         return self._configs
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """The zero-row parameter of each table."""
+        """Returns the zero-row parameter of each table."""
         return table_weights(self._holder())
 
     @property
@@ -106,27 +106,27 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer of all tables that have one, with a param group for each; learning-rate schedulers work on it."""
+        """The optimizer of all tables that have one, with one param group per table; learning-rate schedulers work on it."""
         return self._ready_lookup()[0]
 
     def sync_optimizers(self) -> None:
-        """Give the tables the optimizers that `apply_optimizer_in_backward` has set by now."""
+        """Assigns the optimizers of `apply_optimizer_in_backward` to the tables."""
         self._ready_lookup()
 
     def param_group(self, table: str) -> dict[str, Any] | None:
-        """The table's entry of `param_groups`; None where the table has no optimizer."""
+        """Returns the table's entry of `param_groups`; None if the table has no optimizer."""
         return self._ready_lookup()[0].groups.get(table)
 
     @property
     def device(self) -> torch.device:
-        """The device that results are on."""
+        """The device of results."""
         return self._device
 
     def reset_parameters(self) -> None:
-        """Do nothing. A row is born when it is first looked up."""
+        """Does nothing. A row is initialized when it is first looked up."""
 
     def _ready_lookup(self, weights: Mapping[str, nn.Parameter] | None = None) -> tuple[TableOptimizer, LookupGroup]:
-        """The optimizer as it is set by now, and the lookup over all tables. `weights`: what `weights()` returns, if known."""
+        """Returns the current optimizer, and the lookup over all tables. `weights`: the result of `weights()`, if known."""
         if not self._tables:
             raise StateError(f"module {self.name!r} was sharded and its tables went with it: use the sharded module")
         weights = self.weights() if weights is None else weights
@@ -142,7 +142,7 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
         return self._lookup
 
     def _begin_forward(self, features: Any, *, weighted: bool) -> tuple[KeyedJaggedTensor, LookupGroup, bool]:
-        """The batch, checked and in the order of the tables' features, the lookup, and whether this forward trains."""
+        """Returns the batch, checked and in the order of the tables' features, the lookup, and True if this forward trains."""
         owner = f"{type(self).__name__} {self.name!r}"
         features = check_features(
             features,
@@ -165,7 +165,7 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
         return reorder_features(features, self._features), lookup, train
 
     def _check_single_rank(self, owner: str) -> None:
-        """`StateError` where each of several ranks would train a table of its own, and `replicated` does not say so."""
+        """Raises `StateError` if each of several ranks would train a separate table, unless `replicated` is set."""
         ranks = world_size()
         if ranks > 1 and not self._replicated:
             sharder = "EmbCacheEmbeddingBagCollectionSharder"
@@ -180,7 +180,7 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
     def shard_tables(
         self, shards: Mapping[str, ShardPlacement], fused_params: Mapping[str, Any] | None, device: torch.device
     ) -> ModuleTables:
-        """The tables of one rank, which take over the rows of their buckets. The tables of this module are closed."""
+        """Returns the tables of one rank, which adopt the rows of their buckets. The tables of this module are closed."""
         weights = self.weights()
         specs = {name: choose_optimizer(name, param, fused_params) for name, param in weights.items()}
         tables = ModuleTables(
@@ -197,30 +197,30 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
         return tables
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A module of its own, with the same rows, slots, steps, numbers and hooks. `StateError` where a table has an SSD tier."""
+        """Returns an independent module with equal rows, slots, steps, hyperparameters and hooks. `StateError` with an SSD tier."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        # The copy tells the same hooks. A hook may hold what cannot be copied, such as a file or a lock.
+        # The copy shares the hooks. A hook may reference objects that cannot be copied, such as a file or a lock.
         memo.update({id(config.on_evict): config.on_evict for config in self._configs})
         for name, value in self.__dict__.items():
             made.__dict__[name] = copy.deepcopy(value, memo) if name != "_lookup" else None
         for name, param in self.weights().items():
-            # torch copies a parameter without its attributes: here they say which optimizer a table is to have.
+            # torch copies a parameter without its attributes, which here define a table's optimizer.
             chosen = {key: param.__dict__[key] for key in OPTIMIZER_ATTRIBUTES if key in param.__dict__}
             made.weights()[name].__dict__.update(chosen)
         if self._lookup is not None:
-            # Numbers may have changed since, as where a scheduler has lowered the learning rate.
+            # The hyperparameters may have changed, such as by a learning-rate scheduler.
             for now, group in zip(self.fused_optimizer.param_groups, made.fused_optimizer.param_groups, strict=True):
                 group.update({key: value for key, value in now.items() if key != "params"})
         return made
 
     def __repr__(self) -> str:
-        """A line for each table. TorchRec's own modules inside are stand-ins of one row, so that they are not shown."""
+        """Returns one line per table. TorchRec's inner modules are placeholders of one row and are not shown."""
         groups = self._lookup[0].groups if self._lookup is not None else {}
         return f"{type(self).__name__}(\n{tables_text(self._tables, groups, self._chosen_optimizers())}\n)"
 
     def _chosen_optimizers(self) -> dict[str, OptimizerSpec]:
-        """What `apply_optimizer_in_backward` has set for tables that take it at their first step. A wrong one is told there."""
+        """Returns the optimizers of `apply_optimizer_in_backward` for tables without one. The first step reports invalid ones."""
         if not self._tables:
             return {}
         weights, chosen = self.weights(), {}
@@ -230,7 +230,7 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
         return {name: spec for name, spec in chosen.items() if spec is not None}
 
     def planner_rows(self, name: str) -> int:
-        """How many rows the planner prices a table at: those that fit its budgets in RAM, at most `num_embeddings`."""
+        """Returns the planner's row count of a table: the rows that fit its budgets in RAM, at most `num_embeddings`."""
         table = shard_of(self._tables[name])
         config = next(config for config in self._configs if config.name == name)
         budget = table.tiers.host + table.tiers.device
@@ -238,25 +238,25 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
         return max(rows, 1)
 
     def flush(self) -> None:
-        """Write every dirty row to the SSD tiers and publish a state of each table by itself.
+        """Writes every dirty row to the SSD tiers and commits a state of each table separately.
 
-        `torchrec_embcache.flush(model)` publishes one state of all tables.
+        `torchrec_embcache.flush(model)` commits one state of all tables.
         """
         for table in self._tables.values():
             table.flush()
 
     def close(self) -> None:
-        """Forget the batches that were prefetched, then flush and close every table."""
+        """Drops prefetched batches, then flushes and closes every table."""
         if self._lookup is not None:
             self._lookup[1].drop_prefetched()
         self._tables.close()
 
     def import_from_torchrec(self, holder: nn.ModuleDict, optimizer: TrainingOptimizer) -> None:
-        """Import rows 0 to N - 1 of each table of TorchRec's module, with the state that `optimizer` keeps of them.
+        """Imports rows 0 to N - 1 of each table of TorchRec's module, with the state that `optimizer` has for them.
 
-        Weights that are frozen stay so, and so does the mode of the module.
+        Frozen weights stay frozen, and the training mode is copied.
 
-        On an error the tables are closed and not flushed, so that no directory stays in use, and no half of the rows is resumed.
+        On an error the tables are closed without a flush, so that no directory stays in use, and no partial import is resumed.
         """
         sources = {name: holder.get_parameter(f"{name}.weight") for name in self._tables}
         trained = {name: find_trained_state(source, optimizer) for name, source in sources.items()}
@@ -275,13 +275,13 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
 
 
 def _ssd_module_name(name: str) -> str:
-    """The name of the SSD directory of an unsharded module. Every rank has all rows, so that each needs a directory of its own."""
+    """Returns the SSD directory name of an unsharded module. Every rank has all rows, so each needs a separate directory."""
     rank = dist.get_rank() if is_distributed() else 0
     return f"{name}-unsharded-{rank}" if rank else name
 
 
 def _share_group(param: nn.Parameter, group: dict[str, Any]) -> None:
-    """Let the optimizer that `apply_optimizer_in_backward` made have the same group, so that a scheduler works on either."""
+    """Shares the group with the optimizer of `apply_optimizer_in_backward`, so that a scheduler works on either."""
     for optimizer in getattr(param, "_in_backward_optimizers", []):
         groups = getattr(optimizer, "param_groups", None)
         if groups:
@@ -291,7 +291,7 @@ def _share_group(param: nn.Parameter, group: dict[str, Any]) -> None:
 
 
 def placeholder_configs(configs: list[Any]) -> list[Any]:
-    """Copies of `configs` of one row each. TorchRec's constructors allocate the weights, on meta, where 10^18 rows overflow."""
+    """Returns copies of `configs` with one row each, because TorchRec's allocation on meta overflows at 10^18 rows."""
     made = []
     for config in configs:
         stand_in = copy.copy(config)
@@ -301,9 +301,9 @@ def placeholder_configs(configs: list[Any]) -> list[Any]:
 
 
 def match_configs(tables: Sequence[Any] | None, theirs: list[Any], kind: type[Any]) -> list[CacheConfig]:
-    """The configs of a module with the rows of TorchRec's, whose configs are `theirs`.
+    """Returns the configs of a module with the rows of TorchRec's, whose configs are `theirs`.
 
-    `tables` says more of each table where it is not None. `ConfigError` where it does not match `theirs`.
+    `tables`, if not None, adds settings of each table. Raises `ConfigError` if it does not match `theirs`.
     """
     configs = as_cache_configs(theirs if tables is None else tables, kind)
     wanted = {config.name: (config.embedding_dim, config.feature_names) for config in theirs}

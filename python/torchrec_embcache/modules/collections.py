@@ -1,6 +1,6 @@
-"""The collections, unsharded: TorchRec's classes over tables larger than memory.
+"""The unsharded collections: TorchRec's classes over tables larger than memory.
 
-Shapes: F features, B samples a batch, N ids, D a table's width, C the sum of the widths of all features.
+Shapes: F features, B samples per batch, N ids, D a table's width, C the sum of the widths of all features.
 """
 
 from collections.abc import Sequence
@@ -27,34 +27,34 @@ __all__ = ["EmbCacheEmbeddingBagCollection", "EmbCacheEmbeddingCollection"]
 class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
     """TorchRec's `EmbeddingBagCollection` over tables larger than memory: pooled rows of several features.
 
-    It takes a `KeyedJaggedTensor` of shape `(F, B, L[f][i])` and gives a `KeyedTensor` whose values have shape `(B, C)`:
+    It takes a `KeyedJaggedTensor` of shape `(F, B, L[f][i])` and returns a `KeyedTensor` whose values have shape `(B, C)`:
 
     - `F`: features (keys). `B`: batch size. `N`: ids of the batch, of all features together.
-    - `L[f][i]`: how many ids feature `f` has at batch index `i`. It may differ for each.
-    - `C`: the sum of the widths of all features. A table that two features share counts twice.
+    - `L[f][i]`: number of ids of feature `f` at batch index `i`. It may differ for each.
+    - `C`: the sum of the widths of all features. A table used by two features counts twice.
 
-    Columns come feature by feature, in the order of `tables` and of each table's `feature_names`. In feature `f`'s columns, row `i`
-    is the sum or the mean of the rows of the ids that `f` has at batch index `i`, and zeros where it has none.
+    Columns are ordered by feature, in the order of `tables` and of each table's `feature_names`. In feature `f`'s columns, row `i`
+    is the sum or the mean of the rows of the ids of `f` at batch index `i`, and zeros if there are none.
 
-    `loss.backward()` updates the rows, with the optimizer that `apply_optimizer_in_backward` was given, or that
-    the sharder was given by `fused_params`. After `eval()` and under `torch.no_grad()` nothing is updated or inserted.
+    `loss.backward()` updates the rows, with the optimizer of `apply_optimizer_in_backward` or of the sharder's `fused_params`.
+    After `eval()` and under `torch.no_grad()` nothing is updated or inserted.
 
     Args:
-        tables: the tables, as `EmbCacheEmbeddingBagConfig`s. TorchRec's own configs are taken with default settings.
-        is_weighted: features carry weights, one for each id. Only for tables with `PoolingType.SUM`.
-        device: where results are; by default the CPU. "meta" for a module that is to be sharded.
-        tiers: budgets for the tables that name none. Each of these gets a minimum. Tables with rows in RAM alone take the rest by
-            need; among other tables it is split by expected rows times bytes a row.
+        tables: the tables, as `EmbCacheEmbeddingBagConfig`s. TorchRec's own configs are accepted, with default settings.
+        is_weighted: features have weights, one per id. Only for tables with `PoolingType.SUM`.
+        device: the device of results; by default the CPU. "meta" for a module that is to be sharded.
+        tiers: budgets of the tables without their own. Each of these gets a minimum. Tables with rows only in RAM use the rest as
+            needed; among other tables it is split by expected rows times bytes per row.
         name: names the module's SSD directory. 1 to 200 bytes of UTF-8.
-        seed: of the rows' births. The same seed, table name and id give the same row everywhere.
-        replicated: the module is not sharded, and each of several ranks is to have rows of its own, which nothing averages.
-            Without it, training unsharded on several ranks is a `StateError`, because the sharder was forgotten.
+        seed: the seed of the rows' initial values. The same seed, table name and id give the same row everywhere.
+        replicated: the module is not sharded, and each of several ranks has separate rows, which are not averaged. Without it,
+            training unsharded on several ranks raises `StateError`, because the sharder was forgotten.
 
     Raises:
         ConfigError: a setting is out of range or contradicts another.
         UnsupportedError: a setting of TorchRec's that is not supported.
 
-    An error of an SSD directory (`InUseError`, `PathError`, `StoragePermissionError`, `MismatchError`) is raised by the first use.
+    The first use raises errors of an SSD directory (`InUseError`, `PathError`, `StoragePermissionError`, `MismatchError`).
 
     Examples:
         >>> import torch
@@ -137,15 +137,15 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
         seed: int = 0,
         replicated: bool = False,
     ) -> Self:
-        """A module with the rows of TorchRec's `collection`, which are copied some at a time. Shard it afterwards, if at all.
+        """Creates a module with the rows of TorchRec's `collection`, which are copied in chunks. Shard it afterwards, if needed.
 
         Args:
             collection: unsharded, with float32 weights.
             tiers: budgets, as for the class.
-            tables: says more of each table, such as its policy. Names, dims and features are those of the collection.
-            optimizer: what trained the collection: a torch optimizer that has its parameters, or "in_backward" for the one that
-                `apply_optimizer_in_backward` put there. The tables then train on with its kind, numbers, slots and step. None
-                leaves all of that out.
+            tables: further settings of each table, such as its policy. Names, dims and features are those of the collection.
+            optimizer: the optimizer that trained the collection: a torch optimizer with its parameters, or "in_backward" for the
+                one of `apply_optimizer_in_backward`. The tables continue training with its kind, hyperparameters, slots and step.
+                None omits all of these.
             name: as for the class.
             seed: as for the class.
             replicated: as for the class.
@@ -173,10 +173,10 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """The pooled rows of a batch, float32 `(B, C)`. `torch.compile` breaks its graph here.
+        """Returns the pooled rows of a batch, float32 `(B, C)`. Causes a graph break in `torch.compile`.
 
-        Keys of `features` that no table reads are ignored. Raises `InputError` for a malformed batch, `StateError` where a table
-        that is to be trained has no optimizer, and `CapacityError` where the last tier is full and `on_full` is "error".
+        Keys of `features` that no table reads are ignored. Raises `InputError` for a malformed batch, `StateError` if a table to be
+        trained has no optimizer, and `CapacityError` if the last tier is full and `on_full` is "error".
         """
         traced = trace_as_call(self, features)
         if traced is not None:
@@ -196,33 +196,33 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
 
 
 class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
-    """TorchRec's `EmbeddingCollection` over tables larger than memory: a row for each id, not pooled.
+    """TorchRec's `EmbeddingCollection` over tables larger than memory: one row per id, not pooled.
 
-    It takes a `KeyedJaggedTensor` of shape `(F, B, L[f][i])` and gives a `JaggedTensor` for each feature `f`, whose values have
+    It takes a `KeyedJaggedTensor` of shape `(F, B, L[f][i])` and returns a `JaggedTensor` for each feature `f`, whose values have
     shape `(N[f], D)`:
 
     - `F`: features (keys). `B`: batch size. `N`: ids of the batch, of all features together.
-    - `L[f][i]`: how many ids feature `f` has at batch index `i`. It may differ for each.
-    - `N[f]`: the ids of feature `f`, `sum(L[f])`. `D`: the width of the tables, which all have the same one.
+    - `L[f][i]`: number of ids of feature `f` at batch index `i`. It may differ for each.
+    - `N[f]`: the ids of feature `f`, `sum(L[f])`. `D`: the width of the tables, which is the same for all.
 
-    The update and what evaluation does are those of `EmbCacheEmbeddingBagCollection`.
+    Training and evaluation are those of `EmbCacheEmbeddingBagCollection`.
 
     Args:
-        tables: the tables, as `EmbCacheEmbeddingConfig`s. TorchRec's own configs are taken with default settings.
-        device: where results are; by default the CPU. "meta" for a module that is to be sharded.
-        need_indices: results carry their ids as weights.
-        tiers: budgets for the tables that name none. Each of these gets a minimum. Tables with rows in RAM alone take the rest by
-            need; among other tables it is split by expected rows times bytes a row.
+        tables: the tables, as `EmbCacheEmbeddingConfig`s. TorchRec's own configs are accepted, with default settings.
+        device: the device of results; by default the CPU. "meta" for a module that is to be sharded.
+        need_indices: results have their ids as weights.
+        tiers: budgets of the tables without their own. Each of these gets a minimum. Tables with rows only in RAM use the rest as
+            needed; among other tables it is split by expected rows times bytes per row.
         name: names the module's SSD directory. 1 to 200 bytes of UTF-8.
-        seed: of the rows' births. The same seed, table name and id give the same row everywhere.
-        replicated: the module is not sharded, and each of several ranks is to have rows of its own, which nothing averages.
-            Without it, training unsharded on several ranks is a `StateError`, because the sharder was forgotten.
+        seed: the seed of the rows' initial values. The same seed, table name and id give the same row everywhere.
+        replicated: the module is not sharded, and each of several ranks has separate rows, which are not averaged. Without it,
+            training unsharded on several ranks raises `StateError`, because the sharder was forgotten.
 
     Raises:
         ConfigError: a setting is out of range or contradicts another.
         UnsupportedError: a setting of TorchRec's that is not supported.
 
-    An error of an SSD directory (`InUseError`, `PathError`, `StoragePermissionError`, `MismatchError`) is raised by the first use.
+    The first use raises errors of an SSD directory (`InUseError`, `PathError`, `StoragePermissionError`, `MismatchError`).
 
     Examples:
         >>> import torch
@@ -291,7 +291,7 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
         seed: int = 0,
         replicated: bool = False,
     ) -> Self:
-        """A module with the rows of TorchRec's `collection`; see `EmbCacheEmbeddingBagCollection.from_torchrec`.
+        """Creates a module with the rows of TorchRec's `collection`; see `EmbCacheEmbeddingBagCollection.from_torchrec`.
 
         Examples:
             >>> from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -310,9 +310,9 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """The rows of each feature's ids, float32 `(N[f], D)`, by feature. `torch.compile` breaks its graph here.
+        """Returns the rows of each feature's ids, float32 `(N[f], D)`, by feature. Causes a graph break in `torch.compile`.
 
-        Raises as `EmbCacheEmbeddingBagCollection.forward`.
+        Raises the errors of `EmbCacheEmbeddingBagCollection.forward`.
         """
         traced = trace_as_call(self, features)
         if traced is not None:

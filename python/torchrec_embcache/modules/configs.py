@@ -1,7 +1,7 @@
-"""The configs of tables: TorchRec's, with budgets, policy and initializer.
+"""Table configs: TorchRec's, with budgets, policy and initializer.
 
 Limits are wider than RecSDK's, which are 1 to 10^9 rows and widths of 8, 16, ... 4096: any number of rows and any width up to
-65,536 works.
+65,536 is supported.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ __all__ = [
 
 MAX_EMBEDDING_DIM = 65_536
 
-# Fields of TorchRec's that have no counterpart here: the only value that is taken, and why.
+# Unsupported fields of TorchRec: the only accepted value, and the reason.
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("num_embeddings_post_pruning", None, "tables are not pruned"),
     ("need_pos", False, "position-weighted features are not supported"),
@@ -69,39 +69,40 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
     Args:
         name: the table's name, without a dot.
         embedding_dim: the width of a row, from 1 to 65,536.
-        num_embeddings: how many rows to expect. It sizes the plan and the default initializer; ids are any 64-bit integers.
-        feature_names: the features that look ids up in the table; by default one with the table's name.
+        num_embeddings: expected number of rows. It affects the sharding plan and the default initializer; ids are any 64-bit
+            integers.
+        feature_names: the features that look up ids in the table; by default one with the table's name.
         pooling: `PoolingType.SUM` or `PoolingType.MEAN`.
         weight_init_min: the lower bound of TorchRec's default initializer; by default -1/√num_embeddings.
         weight_init_max: the upper bound; by default 1/√num_embeddings.
-        initializer: how rows are born; None: `Uniform(weight_init_min, weight_init_max)`.
-        tiers: the table's budgets on each rank; None: a part of the module's, which share RAM as far as possible.
-        policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
-        on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
-        missing: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads, which is
-            the initial value where every id gets a row, and else `not_admitted`.
-        admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
-        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
-            "oov": one row of the table, which the gradients of all such ids train. It counts in the length of a mean. Unless
-            it is "oov", its gradient is dropped. Only with `admission`.
-        score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
-        eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
-        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for
-            `table.drain_evicted()`. None: nobody.
-        total_num_buckets: an id falls into bucket `hash(id) % total_num_buckets`, where the hash is SplitMix64's finaliser, and
-            each rank owns a range of buckets. From 1 to 2^20, and fixed for the table's life.
-        virtual_table_eviction_policy: TorchRec's way to say `eviction`. What means the same here is taken, and every other field of
-            the policy is refused by its name; docs/lifecycle.md lists them.
-        admit_and_evict_config: RecSDK's way to say `admission`, `not_admitted` and `eviction`; see
+        initializer: the initializer of new rows; None: `Uniform(weight_init_min, weight_init_max)`.
+        tiers: the table's budgets on each rank; None: a portion of the module's, whose tables share RAM as far as possible.
+        policy: the replacement policy of a full tier: "s3fifo", "lru" or "lfu".
+        on_full: behavior when the last tier is full: "error" raises `CapacityError` and loses no rows, "evict" drops rows.
+        missing: value that evaluation reads for an id without a row: its "initial" value or "zeros". None: the same as in training,
+            which is the initial value if every id is admitted, and else `not_admitted`.
+        admission: the admission rule; one of `torchrec_embcache.admission`. None: every id is admitted.
+        not_admitted: value that training reads for an id that is not admitted: "zeros", its "initial" value, a number for every
+            column, or "oov": one row of the table (the OOV row), which the gradients of all such ids train. The id counts in the
+            length of a mean. Unless the value is "oov", its gradient is discarded. Requires `admission`.
+        score_half_life_steps: half-life in steps of a row's score, which is the decayed sum of its occurrences.
+        eviction: the rules that expire rows, and when they run; a `torchrec_embcache.eviction.Policy`. None: no rows expire.
+        on_evict: receiver of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", to queue them for
+            `table.drain_evicted()`. None: no receiver.
+        total_num_buckets: an id is in bucket `hash(id) % total_num_buckets`, where the hash is SplitMix64's finalizer, and each
+            rank owns a range of buckets. From 1 to 2^20, and fixed for the table's lifetime.
+        virtual_table_eviction_policy: TorchRec's form of `eviction`. Fields with an equivalent are translated, and any other field
+            of the policy raises an error that names it; docs/eviction-configs.md lists them.
+        admit_and_evict_config: RecSDK's form of `admission`, `not_admitted` and `eviction`; see
             `torchrec_embcache.lifecycle_configs`.
 
-    Of TorchRec's other fields (`data_type`, `init_fn`, `use_virtual_table`, `input_dim`, `num_embeddings_post_pruning`, `need_pos`,
-    `enable_embedding_update`, `stash_weights`) only the defaults are supported. The `init_fn` of a TorchRec
-    config may be a `functools.partial` of `torch.nn.init.uniform_`.
+    TorchRec's other fields (`data_type`, `init_fn`, `use_virtual_table`, `input_dim`, `num_embeddings_post_pruning`, `need_pos`,
+    `enable_embedding_update`, `stash_weights`) are supported only at their defaults. The `init_fn` of a TorchRec config may be a
+    `functools.partial` of `torch.nn.init.uniform_`.
 
     Raises:
         ConfigError: a value is out of range.
-        UnsupportedError: a field of TorchRec's that does not apply is set.
+        UnsupportedError: an unsupported field of TorchRec is set.
 
     Examples:
         >>> from torchrec import PoolingType
@@ -167,7 +168,7 @@ class EmbCacheEmbeddingConfig(EmbeddingConfig):
 
 
 CacheConfig = EmbCacheEmbeddingBagConfig | EmbCacheEmbeddingConfig
-#: Names that no entry of the `nn.ModuleDict` can have in which TorchRec keeps its tables.
+#: Names that no entry of TorchRec's `nn.ModuleDict` of tables can have.
 _RESERVED_NAMES = frozenset(dir(torch.nn.ModuleDict()))
 
 
@@ -233,12 +234,12 @@ def _check_features(table: str, names: object) -> None:
 
 
 def table_initializer(config: CacheConfig) -> Initializer:
-    """The initializer of a table."""
+    """Returns the initializer of a table."""
     return config.initializer or Uniform(config.get_weight_init_min(), config.get_weight_init_max())
 
 
 def lifecycle_of(config: CacheConfig) -> LifecycleConfig:
-    """The life of a table's rows, as its own settings, TorchRec's policy or RecSDK's configuration say it."""
+    """Returns a table's lifecycle settings, from its own settings, TorchRec's policy or RecSDK's configuration."""
     of = f"table {config.name!r}: "
     half_life, eviction = _merge_torchrec_policy(config, of)
     recsdks = _recsdk_settings(config, of)
@@ -262,7 +263,7 @@ def lifecycle_of(config: CacheConfig) -> LifecycleConfig:
 
 
 def _merge_torchrec_policy(config: CacheConfig, owner: str) -> tuple[object, object]:
-    """The half life of scores in steps, and the eviction, of a table's own settings or of TorchRec's policy."""
+    """Returns the half-life of scores in steps, and the eviction policy, from a table's own settings or from TorchRec's policy."""
     given = config.virtual_table_eviction_policy
     if given is None:
         return config.score_half_life_steps, config.eviction
@@ -281,7 +282,7 @@ def _merge_torchrec_policy(config: CacheConfig, owner: str) -> tuple[object, obj
 
 
 def _recsdk_settings(config: CacheConfig, owner: str) -> TranslatedConfig:
-    """What RecSDK's configuration says; all defaults where there is none."""
+    """Translates RecSDK's configuration; all defaults without one."""
     given = config.admit_and_evict_config
     if not isinstance(given, AdmitAndEvictConfig | None):
         raise ConfigError(
@@ -295,15 +296,15 @@ def _recsdk_settings(config: CacheConfig, owner: str) -> TranslatedConfig:
 
 
 def num_buckets(config: CacheConfig) -> int:
-    """How many buckets a table has."""
+    """Returns the number of buckets of a table."""
     return DEFAULT_TOTAL_NUM_BUCKETS if config.total_num_buckets is None else config.total_num_buckets
 
 
 def as_cache_configs(tables: object, kind: type[Any]) -> list[Any]:
-    """`tables` as configs of `kind`. The fields of TorchRec's own configs are taken over.
+    """Converts `tables` to configs of `kind`. The fields of TorchRec's own configs are copied.
 
-    A table without feature names gets its own name as the only one. `ConfigError` for a list that is empty, holds something
-    else, or names a table twice.
+    A table without feature names gets its own name as the only one. Raises `ConfigError` for a list that is empty, contains other
+    objects, or has two tables with one name.
     """
     if not isinstance(tables, Sequence) or isinstance(tables, str) or not tables:
         raise ConfigError(f"tables={tables!r}: give a list of {kind.__name__}")
@@ -326,8 +327,8 @@ def _copy_from_torchrec(table: object, kind: type[Any]) -> Any:
         raise ConfigError(f"tables holds {table!r}: give {kind.__name__}")
     names = {field.name for field in dataclasses.fields(kind)}
     values = {field.name: getattr(table, field.name) for field in dataclasses.fields(table) if field.name in names}
-    # TorchRec fills init_fn in, as a `uniform_` between its bounds. One between a user's bounds means the same to a row. Any other
-    # function that a user gave stays, and is refused.
+    # TorchRec sets init_fn to a `uniform_` between its bounds. With a user's bounds it is equivalent to weight_init_min/max. Any
+    # other function of the user stays, and is rejected.
     made = values.get("init_fn")
     if (
         isinstance(made, functools.partial)

@@ -1,4 +1,4 @@
-"""Checks of a batch of features, before anything of it is planned or sent."""
+"""Validates a batch of features, before it is planned or sent."""
 
 import functools
 from typing import Any
@@ -20,15 +20,15 @@ __all__ = ["check_features", "clicks_of", "copy_features", "ids_and_offsets", "r
 def check_features(
     features: Any, names: list[str], *, weighted: bool, clicks: bool, owner: str, device: torch.device
 ) -> KeyedJaggedTensor:
-    """`features` as a KeyedJaggedTensor with int64 values and lengths, checked. It may have keys that no table reads.
+    """Returns the validated `features`, a KeyedJaggedTensor with int64 values and lengths. Keys that no table reads are allowed.
 
-    Its tensors are contiguous, because fbgemm and the collectives read memory and not views. It holds nothing else of `features`.
+    Its tensors are contiguous, because fbgemm and the collectives read raw memory. It contains nothing else of `features`.
 
-    `names` are the features that the tables read. With `clicks` the weights are the clicks of each value. They are float64 in what
-    is returned, and zeros where the batch has none. `InputError`, which names `owner`, the field, its value and what to do, is
-    raised for a feature that is missing, a wrong dtype or device, lengths that do not sum to the number of values, weights where
-    the module is not `weighted`, missing weights where it is, and clicks that are no integers from 0. `UnsupportedError` for a
-    batch size that varies by feature.
+    `names` are the features that the tables read. With `clicks` the weights are the clicks of each value; the returned ones are
+    float64, and zeros if the batch has none. Raises `InputError`, which names `owner`, the field, its value and the remedy, for a
+    missing feature, a wrong dtype or device, lengths that do not sum to the number of values, weights if the module is not
+    `weighted`, missing weights if it is, and clicks that are not integers from 0. Raises `UnsupportedError` for a batch size that
+    varies by feature.
     """
     if isinstance(features, TensorDict):
         features = maybe_td_to_kjt(features, None)
@@ -66,7 +66,7 @@ def check_features(
         raise InputError(
             f"{owner}: the batch has weights and the module is not weighted: leave them out, or make it with is_weighted=True"
         )
-    # Every rank sends this dtype: an exchange between ranks of different ones would fail.
+    # Every rank sends this dtype: an exchange between ranks with different dtypes would fail.
     return KeyedJaggedTensor(
         keys=keys,
         values=contiguous(values.long()),
@@ -91,12 +91,12 @@ def _check_tensor(
 
 
 def _is_other_device(one: torch.device, other: torch.device) -> bool:
-    """Whether two devices of a kind are different ones. The CPU is one device, and a kind alone stands for any of it."""
+    """True if two devices of a type are different. The CPU is one device, and a device without an index matches any of its type."""
     return one.type != "cpu" and None not in (one.index, other.index) and one.index != other.index
 
 
 def clicks_of(features: KeyedJaggedTensor) -> NDArray[np.uint32]:
-    """The clicks [N] of a batch that was checked."""
+    """Returns the clicks [N] of a validated batch."""
     clicks: NDArray[np.uint32] = features.weights().cpu().numpy().astype(np.uint32)
     return clicks
 
@@ -109,7 +109,7 @@ def _check_clicks(owner: str, weights: torch.Tensor | None, values: torch.Tensor
 
 
 def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device) -> torch.Tensor:
-    """The lengths of a batch, checked: contiguous int64 [F * B]."""
+    """Returns the validated lengths of a batch: contiguous int64 [F * B]."""
     count, stride, values = len(features.keys()), features.stride(), features.values()
     offsets = features.offsets_or_none() if features.lengths_or_none() is None else None
     field, given = ("lengths", features.lengths_or_none()) if offsets is None else ("offsets", offsets)
@@ -122,8 +122,8 @@ def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device
         raise InputError(
             f"{owner}: {lengths.numel()} lengths for {count} features and a stride of {stride}: give every feature one a sample"
         )
-    # Lengths are few, so that torch's threads would cost more time than they save. From a device they are copied once. An array of
-    # `Tensor.numpy` would keep a pipeline with `free_features_storage_early` from freeing them.
+    # There are few lengths, so that torch's threads would cost more time than they save. From a device they are copied once. An
+    # array from `Tensor.numpy` would prevent a pipeline with `free_features_storage_early` from freeing them.
     there, *first = (
         np.from_dlpack(copy) for copy in host_copies([lengths, *([] if offsets is None else [offsets.reshape(-1)[:1]])])
     )
@@ -138,7 +138,7 @@ def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device
 
 
 def ids_and_offsets(features: KeyedJaggedTensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The ids [N] of a checked batch on the host, and where each bag begins in them and the last one ends: int64 [F * B + 1]."""
+    """Returns the ids [N] of a validated batch on the host, and the bounds of the bags in them: int64 [F * B + 1]."""
     ids, lengths = (copy.numpy() for copy in host_copies([features.values(), features.lengths()]))
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -146,7 +146,7 @@ def ids_and_offsets(features: KeyedJaggedTensor) -> tuple[NDArray[np.int64], NDA
 
 
 def copy_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """A batch of the same numbers in memory of its own."""
+    """Returns a copy of the batch in newly allocated memory."""
     weights = features.weights_or_none()
     return KeyedJaggedTensor(
         keys=features.keys(),
@@ -158,7 +158,7 @@ def copy_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def reorder_features(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
-    """`features` with exactly the keys `names`, in that order. A name may occur more than once."""
+    """Returns `features` with exactly the keys `names`, in that order. A name may occur more than once."""
     keys = features.keys()
     if keys == names:
         return features
@@ -166,7 +166,7 @@ def reorder_features(features: KeyedJaggedTensor, names: list[str]) -> KeyedJagg
     weights = features.weights_or_none()
     if weights is None or not weights.requires_grad:
         return features.permute(order, there)
-    # The gradient of fbgemm's permutation is wrong where keys are left out or repeat, so that torch permutes the weights.
+    # The gradient of fbgemm's permutation is wrong if keys are omitted or repeated, so torch permutes the weights.
     parts = torch.split(weights, features.length_per_key())
     bare = KeyedJaggedTensor(keys=keys, values=features.values(), lengths=features.lengths(), stride=features.stride())
     bare = bare.permute(order, there)
@@ -183,6 +183,6 @@ def reorder_features(features: KeyedJaggedTensor, names: list[str]) -> KeyedJagg
 def _feature_order(
     keys: tuple[str, ...], names: tuple[str, ...], device: torch.device
 ) -> tuple[list[int], torch.Tensor]:
-    """The place of each name in `keys`, as a list and on the device. Most batches have the same keys and share one copy."""
+    """Returns the index of each name in `keys`, as a list and on the device. Most batches have the same keys and share one copy."""
     order = [keys.index(name) for name in names]
     return order, torch.tensor(order, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The optimizer of a module as users of TorchRec hold it: a `KeyedOptimizer` with a param group for each table."""
+"""The optimizer of a module, in TorchRec's form: a `KeyedOptimizer` with one param group per table."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,12 +22,12 @@ class TableOptimizer(FusedOptimizer):
     is `exp_avg_sq`. Each has zero rows, because `Saver` saves the slots with the rows.
     """
 
-    # Schedulers ask whether the optimizer stepped before them. Here the backward steps.
+    # Schedulers check that the optimizer stepped before them. Here the backward steps.
     _opt_called = True
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """`torch.amp.GradScaler.step` asks an optimizer for this first. It raises `UnsupportedError`."""
+        """Raises `UnsupportedError`. `torch.amp.GradScaler.step` reads this attribute first."""
         raise grad_scaler_error()
 
     def __init__(
@@ -57,10 +57,10 @@ class TableOptimizer(FusedOptimizer):
         self._tables = list(tables)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the step of each table, which Adam and its kin correct by and which eviction rules count; an integer, 0 or more.
+        """Sets the step of each table, used for bias correction by Adam variants and by eviction rules; an integer, 0 or more.
 
-        A load restores it. Where a table has another step, the next save is full. Raises `ConfigError` for another `step`, and
-        `StateError` where it is less than the table's, and batches in flight have rows that a sweep deferred.
+        A load restores it. If a table has another step, the next save is full. Raises `ConfigError` for an invalid `step`, and
+        `StateError` if it is less than the table's and batches in flight have rows that a sweep deferred.
         """
         check_int("step", step, 0, (1 << 63) - 1)
         for table in self._tables:
@@ -69,11 +69,11 @@ class TableOptimizer(FusedOptimizer):
                 table.native.set_step(step)
 
     def step(self, closure: Any = None) -> None:
-        """Do nothing, because the backward updates. `UnsupportedError` for a closure, which would run the backward twice."""
+        """Does nothing, because the backward updates. Raises `UnsupportedError` for a closure: it would run the backward again."""
         if closure is not None:
             raise UnsupportedError(
                 f"step(closure={closure!r}): the update runs in the backward; call loss.backward() alone"
             )
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Do nothing, because no gradient is kept."""
+        """Does nothing, because no gradient is stored."""

@@ -1,8 +1,7 @@
-"""Which optimizer a table trains with, as users of TorchRec say it.
+"""Selects a table's optimizer from TorchRec's settings.
 
-There are two ways: `apply_optimizer_in_backward(cls, module.parameters(), kwargs)` and the sharder's `fused_params`. As in
-TorchRec, the first overrides the second. A number that neither names has FBGEMM's default, which is that of
-`SplitTableBatchedEmbeddingBagsCodegen`.
+There are two: `apply_optimizer_in_backward(cls, module.parameters(), kwargs)` and the sharder's `fused_params`. As in TorchRec, the
+first overrides the second. A hyperparameter set by neither has FBGEMM's default, that of `SplitTableBatchedEmbeddingBagsCodegen`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,10 +36,10 @@ __all__ = [
     "without_optimizer_attributes",
 ]
 
-#: The attributes of a parameter in which `apply_optimizer_in_backward` notes what it was given.
+#: The attributes of a parameter in which `apply_optimizer_in_backward` records its arguments.
 OPTIMIZER_ATTRIBUTES = ("_optimizer_classes", "_optimizer_kwargs")
 
-# FBGEMM's Adam decouples weight decay, which is `AdamW`'s formula. TorchRec maps `torch.optim.Adam` to it, so this does too, unless
+# FBGEMM's Adam decouples weight decay, which is `AdamW`'s formula. As in TorchRec, `torch.optim.Adam` maps to it, unless
 # `weight_decay_mode` is L2.
 _BY_TYPE: dict[Any, type[OptimizerSpec]] = {
     EmbOptimType.SGD: SGD,
@@ -73,9 +72,9 @@ _FBGEMM_DEFAULTS: dict[str, Any] = {
     "beta2": 0.999,
     "weight_decay": 0.0,
     "gradient_clipping": False,
-    "max_gradient": 1.0,  # is used with gradient_clipping only
+    "max_gradient": 1.0,  # used only with gradient_clipping
 }
-# Parameters that are taken only with values that change nothing.
+# Parameters that are accepted only with values without an effect.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "momentum": (0, 0.0),
     "dampening": (0, 0.0),
@@ -94,16 +93,16 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "output_dtype": (DataType.FP32, SparseType.FP32),
     "enforce_hbm": (None, False),
 }
-# What a table without an optimizer has: its rows carry no slots.
+# The optimizer of a table without one: its rows have no slots.
 NO_OPTIMIZER = SGD(lr=0.0)
 
 
 def choose_optimizer(
     table: str, param: nn.Parameter | None, fused_params: Mapping[str, Any] | None
 ) -> OptimizerSpec | None:
-    """The optimizer of `table`, whose zero-row weight is `param`. None where neither way names one.
+    """Returns the optimizer of `table`, whose zero-row weight is `param`. None if neither setting specifies one.
 
-    `UnsupportedError` for an optimizer or a parameter that is not supported, `ConfigError` for a number out of range.
+    Raises `UnsupportedError` for an unsupported optimizer or parameter, and `ConfigError` for a value out of range.
     """
     check_one_optimizer(table, param)
     classes = getattr(param, "_optimizer_classes", [])
@@ -203,13 +202,13 @@ def _check_decay_mode(
 
 
 def _decay_mode(given: Mapping[str, Any] | None) -> str:
-    """The name of `weight_decay_mode`; "None" where it is not given."""
+    """Returns the name of `weight_decay_mode`; "None" if it is not set."""
     mode = (given or {}).get("weight_decay_mode")
     return str(getattr(mode, "name", mode))
 
 
 def no_optimizer_error(tables: list[str]) -> StateError:
-    """The error that training a table without an optimizer raises."""
+    """Returns the error of training a table without an optimizer."""
     return StateError(
         f"tables {', '.join(map(repr, tables))} have no optimizer and cannot be trained: before the first step and before "
         'sharding call apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, module.parameters(), {"lr": 0.02}), or '
@@ -220,9 +219,9 @@ def no_optimizer_error(tables: list[str]) -> StateError:
 
 @contextmanager
 def without_optimizer_attributes(params: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Within this context the parameters do not have `OPTIMIZER_ATTRIBUTES`.
+    """Removes `OPTIMIZER_ATTRIBUTES` from the parameters within the block.
 
-    TorchRec would turn them into FBGEMM's arguments, change them, and refuse optimizers that this package knows.
+    TorchRec would convert them to FBGEMM's arguments, change them, and reject optimizers that this package supports.
     """
     kept = {
         param: {name: param.__dict__.pop(name) for name in OPTIMIZER_ATTRIBUTES if name in param.__dict__}

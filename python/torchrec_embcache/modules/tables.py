@@ -1,4 +1,4 @@
-"""The tables of one collection on this rank: their budgets, their optimizers and where their rows come from."""
+"""The tables of one collection on this rank: their budgets, their optimizers and the source of their rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -36,27 +36,28 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """What a rank holds of a table: a share of the buckets where the table is `is_sharded` over ranks, else all of them."""
+    """A rank's shard of a table: a range of the buckets if the table `is_sharded` over ranks, else all of them."""
 
     rank: int = 0
     world_size: int = 1
     is_sharded: bool = False
 
     def buckets(self, total_num_buckets: int) -> tuple[int, int]:
-        """The buckets [begin, end) of this rank."""
+        """Returns the buckets [begin, end) of this rank."""
         return (
             bucket_range(self.rank, self.world_size, total_num_buckets) if self.is_sharded else (0, total_num_buckets)
         )
 
     def rows(self, num_embeddings: int) -> int:
-        """How many of `num_embeddings` rows to expect on this rank."""
+        """Returns the expected number of rows on this rank, out of `num_embeddings`."""
         return -(-num_embeddings // self.world_size) if self.is_sharded else num_embeddings
 
 
 def placeholder_parameter(dim: int, device: torch.device, *, optimized: bool = False) -> nn.Parameter:
-    """The parameter that stands for an unbounded table, of shape [0, D].
+    """Creates the placeholder parameter of an unbounded table, of shape [0, D].
 
-    `optimized` marks it as TorchRec marks parameters that train in the backward. `in_backward_optimizer_filter` then leaves it out.
+    `optimized` marks it as a parameter that trains in the backward, in TorchRec's way. `in_backward_optimizer_filter` then omits
+    it.
     """
     param = mark_as_placeholder(nn.Parameter(torch.empty(0, dim, dtype=torch.float32, device=device)))
     if optimized:
@@ -65,9 +66,9 @@ def placeholder_parameter(dim: int, device: torch.device, *, optimized: bool = F
 
 
 def is_trainable(owner: str, weights: Mapping[str, nn.Parameter]) -> bool:
-    """Whether the tables are to be trained. They are frozen where every weight has `requires_grad_(False)`.
+    """True if the tables are to be trained. They are frozen if every weight has `requires_grad_(False)`.
 
-    `UnsupportedError` where only some have.
+    Raises `UnsupportedError` if only some are frozen.
     """
     frozen = [name for name, weight in weights.items() if not weight.requires_grad]
     if frozen and len(frozen) < len(weights):
@@ -83,12 +84,12 @@ def split_budgets(
     shards: Mapping[str, ShardPlacement],
     specs: Mapping[str, OptimizerSpec | None],
 ) -> dict[str, tuple[TierBudgets, ModuleShare | None]]:
-    """The budgets of each table of `shards`: its own, or a part of the module's `tiers`. The share is of a table that shares RAM.
+    """Returns the budgets of each table of `shards`: its own or a portion of the module's `tiers`, and its share of shared RAM.
 
-    Every table gets a minimum of each budget: `_MIN_BYTES`, or half of an equal share where that is less. The rest is divided in
-    proportion to expected rows times bytes a row. Tables that share RAM have only the minimum of it fixed: see `_module_shares`.
+    Every table gets a minimum of each budget: `_MIN_BYTES`, or half of an equal portion if that is less. The rest is divided in
+    proportion to expected rows times bytes per row. Tables that share RAM have only the minimum of it fixed: see `_module_shares`.
 
-    `ConfigError` where a table has neither, or its part has no room for a row.
+    Raises `ConfigError` if a table has no budgets, or if its portion is too small for a row.
     """
     own: dict[str, tuple[TierBudgets, ModuleShare | None]] = {}
     sharing: dict[str, _BudgetShare] = {}
@@ -124,23 +125,24 @@ class _BudgetShare:
     """A table that shares its module's budgets."""
 
     rows: int
-    """Those that are expected on this rank."""
+    """Expected number of rows on this rank."""
     row_bytes: Mapping[str, int]
-    """Bytes of a row in each tier, by the field of its budget."""
+    """Bytes per row in each tier, by the field of its budget."""
     shares_ram: bool
-    """True if it takes RAM that others leave. A table that drops rows does not, because other tables would decide which rows go."""
+    """True if it uses RAM that others leave free. False for a table that drops rows: other tables would affect the choice of rows.
+    """
 
     def need(self, field: str) -> int:
-        """The bytes of a budget that its expected rows take."""
+        """Returns the bytes of a budget that its expected rows use."""
         return self.rows * self.row_bytes[field]
 
 
-#: What every table of a module gets of each budget that they share, if there is enough.
+#: Minimum of each table of a module in each shared budget, if there is enough.
 _MIN_BYTES = {"device_bytes": 1 << 20, "host_bytes": 1 << 20, "ssd_bytes": 8 << 20}
 
 
 def _split_budget(field: str, budget: int, shares: Mapping[str, _BudgetShare]) -> dict[str, int]:
-    """The share of each table in one budget of their module."""
+    """Splits one budget of a module among its tables."""
     minimum = min(_MIN_BYTES[field], budget // (2 * len(shares)))
     needs = {name: table.need(field) for name, table in shares.items()}
     rest, total = budget - minimum * len(shares), max(sum(needs.values()), 1)
@@ -159,15 +161,15 @@ def _split_budget(field: str, budget: int, shares: Mapping[str, _BudgetShare]) -
 def _module_shares(
     tiers: TierBudgets, sharing: Mapping[str, _BudgetShare], parts: Mapping[str, int]
 ) -> dict[str, ModuleShare]:
-    """The shares of those of several tables that share RAM: the minimum each, and together what the `parts` of the others leave."""
+    """Returns the shares of the tables that share RAM: a minimum each, and together the rest, without the others' `parts`."""
     names = [name for name, table in sharing.items() if table.shares_ram]
     if len(sharing) == 1 or not names:
         return {}
     total, minimum = tiers.host, min(_MIN_BYTES["host_bytes"], tiers.host // (2 * len(sharing)))
     own = {name: max(minimum, sharing[name].row_bytes["host_bytes"]) for name in names}
     fixed = sum(own.values()) + sum(part for name, part in parts.items() if name not in own)
-    # How much of each byte that is added to the budget a table that shares can have at least. The rest goes to the parts of others,
-    # and to all minima while these depend on the budget.
+    # The minimum portion, of each byte added to the budget, that is available to a sharing table. The rest goes to the parts of
+    # others, and to all minima while these depend on the budget.
     needs = {name: table.need("host_bytes") for name, table in sharing.items()}
     gain = max(sum(needs[name] for name in names), 1) / max(sum(needs.values()), 1)
     if minimum < _MIN_BYTES["host_bytes"]:
@@ -181,7 +183,7 @@ def _byte_fields(tiers: TierBudgets) -> dict[str, int]:
 
 
 def table_weights(holder: nn.ModuleDict) -> dict[str, nn.Parameter]:
-    """The parameter of each table. TorchRec's `holder` has a module for each table."""
+    """Returns the parameter of each table. TorchRec's `holder` has one module per table."""
     return {name: cast(nn.Parameter, child.weight) for name, child in holder.items()}
 
 
@@ -199,9 +201,9 @@ class ModuleTables(Mapping[str, CacheTable]):
         shards: Mapping[str, ShardPlacement],
         specs: Mapping[str, OptimizerSpec | None],
     ) -> None:
-        """Check everything, and open nothing.
+        """Validates the settings; opens nothing.
 
-        `shards` has the tables of this rank; `specs` has their optimizers, where they are known.
+        `shards` has the tables of this rank; `specs` has their optimizers, if known.
         """
         self.device = device
         if any(config.missing != configs[0].missing for config in configs):
@@ -209,12 +211,12 @@ class ModuleTables(Mapping[str, CacheTable]):
                 f"module {module!r}: tables differ in missing, which is not supported yet: give all the same, or two modules"
             )
         lives = {config.name: lifecycle_of(config) for config in configs}
-        #: Whether the admission of any of them counts clicks.
+        #: True if the admission rule of any of them counts clicks.
         self.counts_clicks = any(life.counts_clicks for life in lives.values())
-        #: Whether any of them drops rows when it is full.
+        #: True if any of them drops rows when it is full.
         self.drops_rows = any(config.on_full == "evict" for config in configs)
         self._shards = dict(shards)
-        # Of all tables, also those on other ranks: ranks flush together, whatever each of them holds.
+        # Includes tables on other ranks: ranks flush together, even if they have different tables.
         self.flush_intervals = [
             given.flush_interval for config in configs if (given := config.tiers or tiers) is not None
         ]
@@ -259,7 +261,7 @@ class ModuleTables(Mapping[str, CacheTable]):
         return len(self._tables)
 
     def shard(self, name: str) -> TableShard | None:
-        """This rank's shard of a table, as the modules work with it; None where the rank has none."""
+        """Returns this rank's shard of a table, for internal use; None if the rank has none."""
         return shard_of(self._tables[name]) if name in self._tables else None
 
     @property
@@ -268,16 +270,16 @@ class ModuleTables(Mapping[str, CacheTable]):
         return [name for name, table in self._tables.items() if table.optimizer is None]
 
     def set_optimizer(self, name: str, spec: OptimizerSpec) -> None:
-        """Give a table its optimizer. Rows that were imported before keep their weights, and their slots begin at zero.
+        """Sets the optimizer of a table. Previously imported rows keep their weights, and their slots start at zero.
 
-        On an error, such as `CapacityError` where the rows with these slots do not fit the budgets, the table is as it was. Where
-        its rows cannot be put back either, as after a second Ctrl-C, it refuses all use.
+        On an error, such as `CapacityError` if the rows with these slots do not fit the budgets, the table is unchanged. If its
+        rows cannot be restored either, as after a second Ctrl-C, the table is poisoned.
         """
         table = shard_of(self._tables[name])
         if not table.is_open or table.spec.kind == spec.kind or len(table) == 0:
             table.optimizer = spec
             return
-        # Without an optimizer nothing was trained, so that these rows were imported. They fit in memory.
+        # Nothing is trained without an optimizer, so these rows were imported. They fit in memory.
         chunks = list(table.export())
         optimizer, before, step, epoch = table.optimizer, table.spec, table.step(), table.native.epoch()
         try:
@@ -296,20 +298,19 @@ class ModuleTables(Mapping[str, CacheTable]):
             raise
 
     def release_tables(self) -> dict[str, CacheTable]:
-        """Give up the tables: they are returned, and none are left here."""
+        """Removes the tables from this object and returns them."""
         tables, self._tables = self._tables, {}
         return tables
 
     def import_rows_from(self, source: Mapping[str, CacheTable]) -> None:
-        """Take over the rows of this rank's buckets from the open tables of an unsharded module, and close these.
+        """Adopts the rows of this rank's buckets from the open tables of an unsharded module, and closes those tables.
 
-        On an error all tables are closed, so that no directory stays in use. Tables that have only a part of their rows are not
-        flushed.
+        On an error all tables are closed, so that no directory stays in use. Tables with only a part of their rows are not flushed.
         """
         try:
             for name, table in source.items():
                 target = shard_of(self._tables[name]) if name in self._tables else None
-                # Tables that move without a copy keep the budget that they share.
+                # Tables that move without a copy keep their shared budget.
                 if target is not None and target.world_size == 1:
                     target.settings = replace(target.settings, share=shard_of(table).settings.share)
                 if table.is_open:
@@ -323,7 +324,7 @@ class ModuleTables(Mapping[str, CacheTable]):
             table.close()
             return
         target = shard_of(self._tables[name])
-        if target.world_size == 1:  # it has the same buckets and the same files, so that the table itself moves
+        if target.world_size == 1:  # the same buckets and files, so that the table itself moves
             self._tables[name] = table
             if target.optimizer is not None:
                 self.set_optimizer(name, target.optimizer)
@@ -341,7 +342,7 @@ class ModuleTables(Mapping[str, CacheTable]):
         table.close()
 
     def optimizer(self, prefix: str, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> TableOptimizer:
-        """The optimizer of those of the tables `names` that have one, with the keys `<prefix><table>.weight`."""
+        """Returns the optimizer of those of the tables `names` that have one, with the keys `<prefix><table>.weight`."""
         specs = {name: spec for name in names if (spec := self._tables[name].optimizer) is not None}
         return TableOptimizer(prefix, params, specs, [shard_of(self._tables[name]) for name in specs])
 
@@ -352,7 +353,7 @@ class ModuleTables(Mapping[str, CacheTable]):
         after_backward: Callable[[Exception | None], None] | None = None,
         all_reduce: Callable[[torch.Tensor], None] | None = None,
     ) -> LookupGroup:
-        """A lookup over the features of `configs`, table after table. Every backward reads the groups of `optimizer`.
+        """Creates a lookup over the features of `configs`, table after table. Every backward reads the groups of `optimizer`.
 
         See `LookupGroup` for `after_backward` and `all_reduce`.
         """
@@ -369,30 +370,30 @@ class ModuleTables(Mapping[str, CacheTable]):
         return LookupGroup(tables, features, param_groups, after_backward=after_backward, all_reduce=all_reduce)
 
     def flush_schedule(self, *, collective: bool) -> FlushSchedule:
-        """When these tables are flushed while they train; `collective`: by all ranks together."""
+        """Creates the flush schedule of these tables during training; `collective`: all ranks flush together."""
         return FlushSchedule(self.flush_intervals, collective=collective)
 
     def close(self) -> None:
-        """Flush and close every table. The first error is raised when all are closed."""
+        """Flushes and closes every table. The first error is raised after all are closed."""
         first = _first_error(table.close for table in self._tables.values())
         if first is not None:
             raise first
 
     def close_unflushed(self, error: BaseException, complete_tables: Sequence[CacheTable] = ()) -> None:
-        """Close every table without a flush, because `error` came before they had all the rows that they were to take over.
+        """Closes every table without a flush, because of `error` during the adoption of rows.
 
-        `complete_tables` are tables that have all of their rows, and are flushed and closed too.
+        `complete_tables` have all of their rows, and are flushed and closed too.
         """
         keep = {id(table) for table in complete_tables}
         tables = [*complete_tables, *(table for table in self._tables.values() if id(table) not in keep)]
-        # Before any is closed: where a Ctrl-C ends the closing, those left open are not flushed when the process ends.
+        # Before any is closed: if Ctrl-C interrupts the closing, tables left open are not flushed at process exit.
         for table in tables[len(complete_tables) :]:
             shard_of(table).set_unflushable()
         _close_after(error, [table.close for table in tables])
 
 
 def _first_error(calls: Iterable[Callable[[], None]]) -> Exception | None:
-    """Make every call. Returns the first error of them."""
+    """Calls every function. Returns the first error."""
     first: Exception | None = None
     for call in calls:
         try:
@@ -403,13 +404,13 @@ def _first_error(calls: Iterable[Callable[[], None]]) -> Exception | None:
 
 
 def _close_after(error: BaseException, closes: Iterable[Callable[[], None]]) -> None:
-    """Make every call, each of which closes a table. `error` is what counts: the first error of closing becomes a note of it."""
+    """Calls every function, each of which closes a table. Adds the first error of closing to `error` as a note."""
     if (failure := _first_error(closes)) is not None:
         error.add_note(f"closing the tables failed too: {failure}")
 
 
 def _replace_rows(table: TableShard, spec: OptimizerSpec, chunks: Iterable[RowChunk], *, weights_only: bool) -> None:
-    """Replace the rows of a table by those of `chunks`, with the slots of the optimizer `spec`."""
+    """Replaces the rows of a table by those of `chunks`, with the slots of the optimizer `spec`."""
     table.native.clear_rows()
     table.optimizer = spec
     for chunk in chunks:
@@ -422,9 +423,9 @@ def tables_text(
     groups: Mapping[str, Mapping[str, Any]],
     chosen: Mapping[str, OptimizerSpec] | None = None,
 ) -> str:
-    """A line for each table, for `print(module)`.
+    """Returns one line per table, for `print(module)`.
 
-    `groups` has the numbers of each table's optimizer as they are now, and `chosen` the optimizer that a table will get.
+    `groups` has the current hyperparameters of each table's optimizer, and `chosen` the optimizer that a table will get.
     """
     chosen = chosen or {}
     return "\n".join(

@@ -1,4 +1,4 @@
-"""TorchRec's eviction policies of virtual tables, in this package's settings.
+"""Translates TorchRec's eviction policies of virtual tables to this package's settings.
 
 Fields with an equivalent are translated; docs/eviction-configs.md has the table of fields. A field without one, including fields
 that a later version of TorchRec adds, raises an `UnsupportedError` that names it.
@@ -35,7 +35,7 @@ _FEATURE_SCORES = (
     "scores count occurrences, and have no weight for each feature; give eviction=Policy([Score(below=...)])"
 )
 
-# Fields that are taken at their default alone, and why.
+# Fields that are accepted only at their default, and the reasons.
 _AT_DEFAULT = {
     "meta_header_len": _HEADER,
     "embedding_dim": _HEADER,
@@ -47,7 +47,7 @@ _AT_DEFAULT = {
     "feature_score_default_value": _FEATURE_SCORES,
     "enable_auto_feature_score_collection": _FEATURE_SCORES,
 }
-# Fields of inference, and those of training that they have to equal. TorchRec fills them in so.
+# Inference fields, and the training fields that they must equal. TorchRec fills them in that way.
 _INFERENCE_FIELDS = {
     "inference_eviction_threshold": "eviction_threshold",
     "inference_eviction_ttl_mins": "eviction_ttl_mins",
@@ -56,17 +56,17 @@ _INFERENCE_FIELDS = {
 
 @dataclass(frozen=True)
 class TranslatedPolicy:
-    """What a policy of TorchRec's means here."""
+    """The equivalent of a TorchRec policy."""
 
     eviction: Policy | None
     scores_decay: bool
-    """False: the scores that it looks at must not decay."""
+    """False: the scores that it uses must not decay."""
 
 
 def translate_policy(policy: object, table_prefix: str) -> TranslatedPolicy:
-    """What `policy` means, in this package's settings. Errors begin with `table_prefix`, the table.
+    """Translates `policy` to this package's settings. Error messages start with `table_prefix`, the table.
 
-    `UnsupportedError` names a field, or a class, that nothing here means the same as.
+    Raises `UnsupportedError`, which names a field or a class without an equivalent.
     """
     name = type(policy).__name__
     if not isinstance(policy, VirtualTableEvictionPolicy):
@@ -95,7 +95,7 @@ def translate_policy(policy: object, table_prefix: str) -> TranslatedPolicy:
 
 
 class _PolicyFields:
-    """The fields of a policy, of which those are refused that nothing reads."""
+    """The fields of a policy. Rejects those that were not read."""
 
     def __init__(self, policy: Any, owner: str) -> None:
         self._owner = owner
@@ -106,15 +106,15 @@ class _PolicyFields:
         }
 
     def read(self, name: str) -> Any:
-        """The value of a field that is honoured."""
+        """Returns the value of a supported field."""
         return self._values.pop(name)
 
     def unsupported_error(self, name: str, value: object, reason: str) -> UnsupportedError:
-        """The error of a field."""
+        """Returns the error of an unsupported field."""
         return UnsupportedError(f"{self._owner}({name}={value!r}) is not supported: {reason}")
 
     def check_unused(self, read_fields: dict[str, Any]) -> None:
-        """Refuse the fields that nothing took, unless they say nothing. `read_fields` has the values of those that were."""
+        """Rejects the fields that were not read, unless they have no effect. `read_fields` has the values of those that were."""
         for name, value in self._values.items():
             if name in _INFERENCE_FIELDS and _INFERENCE_FIELDS[name] in read_fields:
                 # None: TorchRec did not fill it in.
@@ -123,7 +123,7 @@ class _PolicyFields:
             elif name == "inference_eviction_feature_score_threshold":
                 if value:
                     raise self.unsupported_error(name, value, _FEATURE_SCORES)
-            elif value != self._defaults[name] and value != {}:  # TorchRec fills in {} where scores are to be collected
+            elif value != self._defaults[name] and value != {}:  # TorchRec fills in {} if scores are to be collected
                 raise self.unsupported_error(name, value, _AT_DEFAULT.get(name, "this package does not know the field"))
 
 
@@ -134,7 +134,7 @@ def _count_rule(fields: _PolicyFields) -> Rule | None:
 
 
 def _threshold(fields: _PolicyFields) -> Any:
-    """The bound of counts that do not decay."""
+    """Returns the bound of counts, which must not decay."""
     threshold, decay = fields.read("eviction_threshold"), fields.read("decay_rate")
     if threshold and decay != 1:
         raise fields.unsupported_error("decay_rate", decay, _PER_SWEEP)
@@ -168,7 +168,7 @@ def _norm_rule(fields: _PolicyFields) -> Rule | None:
 
 def _feature_score_rule(fields: _PolicyFields) -> Rule | None:
     fields.read("enable_eviction")
-    fields.read("decay_rate")  # with a time, which alone is taken, it means nothing
+    fields.read("decay_rate")  # without effect with a time, the only supported kind
     minutes = fields.read("eviction_ttl_mins")
     if not minutes:
         raise fields.unsupported_error(
@@ -183,7 +183,7 @@ def _no_rule(fields: _PolicyFields) -> Rule | None:
     return None
 
 
-# By the class itself: a class derived from one of these may mean something else.
+# By exact class: a derived class may have another meaning.
 _RULES: dict[type[Any], Callable[[_PolicyFields], Rule | None]] = {
     CountBasedEvictionPolicy: _count_rule,
     TimestampBasedEvictionPolicy: _timestamp_rule,

@@ -1,11 +1,11 @@
-"""The counters of a model's tables in Prometheus, TensorBoard and JSON lines.
+"""Exports the counters of a model's tables to Prometheus, TensorBoard and JSON lines.
 
     with PrometheusExporter(model, port=9400), JsonlLogger(model, "metrics.jsonl", interval_s=10):
         train(model)
 
-All of them read `stats()` of the model's tables, on a thread or where they are told to, and change nothing else: no training step
-does more or waits longer for them. `docs/monitoring.md` lists every metric with its meaning.
-`torchrec_embcache.lightning.EmbCacheMonitor` does the same as a callback, and `embcache top` shows what they write in a terminal.
+The exporters read `stats()` of the model's tables, periodically on a thread or on request, and change nothing else: training steps
+do no extra work and wait no longer. `docs/metrics.md` lists every metric with its meaning.
+`torchrec_embcache.lightning.EmbCacheMonitor` does the same as a callback, and `embcache top` displays the metrics in a terminal.
 """
 
 from .catalog import METRICS, Metric

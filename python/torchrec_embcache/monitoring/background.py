@@ -1,4 +1,4 @@
-"""Monitors that write samples, on a thread at an interval or where they are told to. They never raise into training."""
+"""Base of monitors that write samples, periodically on a thread or on request. Monitors never raise into training."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .sampling import Sample, Sampler
 __all__ = ["FailureLogger", "SampleMonitor", "close_at_exit"]
 
 _log = logging.getLogger(__name__)
-# A thread that writes to a disk which does not answer is left behind after so many seconds.
+# `close` waits this long for a thread whose disk does not respond.
 _MAX_WAIT_S = 5.0
 
 
 class FailureLogger:
-    """Says the first failure of a monitor, and none after it until it has worked again."""
+    """Logs the first failure of a monitor, and further failures only after it has worked again."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._is_logged = False
 
     def log_failure(self, error: Exception) -> None:
-        """Say it as a warning, unless the call before failed too."""
+        """Logs a warning, unless the previous call failed too."""
         if not self._is_logged:
             self._is_logged = True
             _log.warning(
@@ -40,12 +40,12 @@ class FailureLogger:
             )
 
     def reset(self) -> None:
-        """The next failure is news."""
+        """Records a success: the next failure is logged."""
         self._is_logged = False
 
 
 class SampleMonitor(ABC):
-    """Samples a model, and writes each sample. The model and its tables may go at any time."""
+    """Samples a model and writes each sample. It keeps neither the model nor its tables alive."""
 
     def __init__(self, model: nn.Module, interval_s: float | None) -> None:
         if interval_s is not None and (isinstance(interval_s, bool) or not 0.0 < interval_s <= threading.TIMEOUT_MAX):
@@ -57,7 +57,7 @@ class SampleMonitor(ABC):
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         if interval_s is not None:
-            # The thread holds no reference to the monitor while it waits, so that one that is dropped ends it.
+            # While it waits, the thread holds no reference to the monitor, so that a dropped monitor stops it.
             self._thread = threading.Thread(
                 target=_run_periodically,
                 args=(weakref.ref(self), self._stop_event, interval_s),
@@ -70,15 +70,15 @@ class SampleMonitor(ABC):
 
     @abstractmethod
     def _write(self, sample: Sample) -> None:
-        """Write a sample. What it raises is said once as a warning."""
+        """Writes a sample. Errors are logged once as a warning."""
 
     def sample(self, step: int | None = None) -> None:
-        """Write the counters as they are now.
+        """Writes the current counters.
 
         Args:
-            step: the number of the training step that the sample belongs to; by default the largest step of the tables.
+            step: number of the training step that the sample belongs to; by default the largest step of the tables.
 
-        An error of reading or writing is logged once as a warning, and not raised. After `close` nothing is written.
+        An error of reading or writing is logged once as a warning and not raised. After `close`, nothing is written.
         """
         if self._pid != os.getpid():
             return  # a forked child has its parent's tables and files
@@ -95,7 +95,7 @@ class SampleMonitor(ABC):
                 self._failure_logger.reset()
 
     def close(self) -> None:
-        """Write nothing from now on, and end the thread; harmless twice."""
+        """Stops writing and stops the thread. Idempotent."""
         self._stop_event.set()
         if self._thread is not None and self._pid == os.getpid() and self._thread is not threading.current_thread():
             self._thread.join(_MAX_WAIT_S)
@@ -128,7 +128,7 @@ _open_monitors: weakref.WeakSet[_Closeable] = weakref.WeakSet()
 
 
 def close_at_exit(monitor: _Closeable) -> None:
-    """Close it when the process ends, before tables are flushed and closed."""
+    """Closes the monitor at process exit, before tables are flushed and closed."""
     _open_monitors.add(monitor)
 
 
@@ -138,5 +138,5 @@ def _close_all() -> None:
             monitor.close()
 
 
-# Registered after what `lifetime` and `telling` were given, and so called before it.
+# Registered after the handlers of `lifetime` and `telling`, and therefore called before them.
 atexit.register(_close_all)

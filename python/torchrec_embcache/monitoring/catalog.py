@@ -1,6 +1,6 @@
-"""Every number of `stats()`: its path there, its name in Prometheus, and what it means.
+"""Every metric of `stats()`: its path, its name in Prometheus, and its description.
 
-A field of the classes in `stats.py` without a line here fails a test, and is shown in JSON lines all the same.
+A test fails if a field of the classes in `stats.py` has no entry here. JSON lines contain such a field too.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Literal
 
 __all__ = ["METRICS", "Metric", "MetricKind"]
 
-#: What a number does: a counter only rises while its table is open; a gauge goes up and down; a flag is 0 or 1; a text is an info
+#: Kind of a metric: a counter only increases while its table is open; a gauge goes up and down; a flag is 0 or 1; a text is an info
 #: metric.
 MetricKind = Literal["counter", "gauge", "flag", "text", "histogram"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of `TableStats`.
+    """One metric of `TableStats`.
 
-    - `path`: where it is in `TableStats`, as "host.hits".
-    - `name`: what Prometheus calls it, as "embcache_host_hits_total".
-    - `kind`: a counter only rises while its table is open; a gauge goes up and down; a flag is 0 or 1; a text is an info metric,
-      whose value is a label; a histogram has durations in seconds.
-    - `about`: what it counts.
-    - `label`: the further label of a number that is a mapping in `TableStats`, whose keys are the label's values.
+    - `path`: its path in `TableStats`, as "host.hits".
+    - `name`: its name in Prometheus, as "embcache_host_hits_total".
+    - `kind`: a counter only increases while its table is open; a gauge goes up and down; a flag is 0 or 1; a text is an info
+      metric, whose value is a label; a histogram has durations in seconds.
+    - `about`: its description.
+    - `label`: the additional label of a metric that is a mapping in `TableStats`; the keys of the mapping are the label's values.
 
     Examples:
         >>> from torchrec_embcache.monitoring import METRICS
@@ -40,7 +40,7 @@ class Metric:
 
 
 def _tier(tier: str, location: str) -> list[Metric]:
-    """The counters that every tier has."""
+    """Returns the counters that every tier has."""
 
     def metric(path: str, name: str, kind: MetricKind, about: str) -> Metric:
         return Metric(f"{tier}.{path}", f"embcache_{tier}_{name}", kind, about)
@@ -63,7 +63,7 @@ def _tier(tier: str, location: str) -> list[Metric]:
     ]
 
 
-#: Every number of `TableStats`, in the order of the documentation.
+#: Every metric of `TableStats`, in the order of the documentation.
 METRICS: tuple[Metric, ...] = (
     Metric("rows", "embcache_table_rows", "gauge", "Rows in all tiers, also those that a sweep under way takes."),
     Metric("step", "embcache_table_step", "gauge", "Training steps. A load sets it back."),

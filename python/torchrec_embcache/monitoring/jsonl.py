@@ -1,4 +1,4 @@
-"""Samples as JSON lines: one object a line, for `embcache top`, pandas, or any other program."""
+"""Samples as JSON lines: one object per line, for `embcache top`, pandas, or any other program."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .sampling import MetricValue, Sample, TableSample
 
 __all__ = ["JsonlLogger", "sample_from_line", "sample_to_line"]
 
-# The first second of the year 10,000, after the last time that can be shown.
+# The first second of the year 10,000: times from here on cannot be displayed.
 _MAX_TIME = 253_402_300_800.0
 
 
 class JsonlLogger(SampleMonitor):
-    """Appends the counters of a model's tables to a file, one JSON object a sample.
+    """Appends the counters of a model's tables to a file, one JSON object per sample.
 
     An object has `time` (seconds since 1970), `step`, and `tables`: for each table its `module`, `table`, `rank`, and `values` by
     their path in `TableStats`. A histogram has `count`, `sum_ns` and `buckets`, as in `Histogram`. A line is appended by one write,
-    so that several ranks may share a file of a local disk. The file is opened anew for each sample, so that it may be rotated.
+    so that several ranks can share a file on a local disk. The file is reopened for each sample, so that it can be rotated.
 
     Args:
         model: any `nn.Module` with tables of this package.
-        path: of the file. It is made where it is missing; its directory has to be there.
-        interval_s: the seconds between samples, which a thread takes. None: only `sample(step)` takes them.
+        path: the file. It is created if missing; its directory must exist.
+        interval_s: seconds between samples taken by a thread. None: only `sample(step)` takes samples.
 
     Raises:
-        InputError: `model` is no `nn.Module`.
+        InputError: `model` is not an `nn.Module`.
         ConfigError: `interval_s` is not above 0.
 
     Examples:
@@ -63,7 +63,7 @@ class JsonlLogger(SampleMonitor):
         return f"JsonlLogger({self._path!r})"
 
     def _write(self, sample: Sample) -> None:
-        # A line that the disk had no room for is ended, so that the next one is whole.
+        # A line truncated by a full disk is terminated first, so that the next line is complete.
         line = ("\n" if self._has_partial_line else "") + sample_to_line(sample) + "\n"
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -77,7 +77,7 @@ class JsonlLogger(SampleMonitor):
 
 
 def sample_to_line(sample: Sample) -> str:
-    """A sample as one line of JSON, without its end."""
+    """Returns a sample as one line of JSON, without the newline."""
     tables = [
         {
             "module": table.module,
@@ -91,7 +91,7 @@ def sample_to_line(sample: Sample) -> str:
 
 
 def sample_from_line(line: str) -> Sample:
-    """The sample of a line. Raises `InputError` for a line that is none."""
+    """Parses a line. Raises `InputError` if the line is not a sample."""
     try:
         found = json.loads(line)
         tables = [
@@ -133,7 +133,7 @@ def _from_json_value(value: Any) -> MetricValue:
 
 
 def _check_counter(value: Any) -> int:
-    """A number that fits 64 bits, as every counter does."""
+    """Returns the value as an integer that fits 64 bits, like every counter. Raises `ValueError` otherwise."""
     number = int(value)
     if not -(1 << 63) <= number < 1 << 64:
         raise ValueError("a number does not fit 64 bits")

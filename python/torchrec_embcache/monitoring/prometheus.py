@@ -1,4 +1,4 @@
-"""The counters of a model's tables for Prometheus, sampled when it scrapes."""
+"""Exports the counters of a model's tables to Prometheus. Tables are sampled on each scrape."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ __all__ = ["BOUNDS_NS", "LABELS", "PrometheusExporter"]
 
 #: The labels of every metric.
 LABELS = ("module", "table", "rank")
-#: The bounds of histograms: the powers of two from 1 µs to 34 s, which are exact bounds of the core's buckets. There are fewer of
-#: them, because Prometheus keeps a series for each.
+#: Histogram bounds: the powers of two from 1 µs to 34 s, which are exact bounds of the native buckets. Fewer than the native
+#: buckets, because Prometheus keeps a series for each.
 BOUNDS_NS = tuple(1 << power for power in range(10, 36))
 
 
 class PrometheusExporter:
-    """Serves the counters of a model's tables to Prometheus, over HTTP, by a thread of its own.
+    """Serves the counters of a model's tables to Prometheus over HTTP, on its own thread.
 
-    The tables are sampled when Prometheus scrapes `/metrics`, and never besides. `docs/monitoring.md` lists the metrics. Each has
-    the labels `module`, `table` and `rank`. Every rank of a training serves its own tables, on a port of its own.
+    The tables are sampled only when Prometheus scrapes `/metrics`. `docs/metrics.md` lists the metrics. Each has the labels
+    `module`, `table` and `rank`. In distributed training, every rank serves its own tables on its own port.
 
     Args:
-        model: any `nn.Module` with tables of this package, also of those that are served; or what `serving.open` returned. The
-            exporter keeps neither it nor its tables alive.
-        port: of TCP, to listen at. 0 picks a free one, which `port` and `url` then say.
-        host: the address to listen at. The default serves this machine alone, and "0.0.0.0" all of its networks, as a container
-            needs it. The endpoint is read-only, and shows the names and the sizes of the tables.
+        model: any `nn.Module` with tables of this package, including served tables; or the result of `serving.open`. The exporter
+            keeps neither the model nor its tables alive.
+        port: TCP port to listen on. 0 picks a free port, which `port` and `url` return.
+        host: address to listen on. The default is reachable only from this machine; "0.0.0.0" listens on all networks, as a
+            container requires. The endpoint is read-only and exposes the names and sizes of the tables.
 
     Raises:
         InputError: `model` is neither.
         UnsupportedError: prometheus-client is not installed.
-        StorageError: the port is taken, or the system refuses it.
+        StorageError: the port is in use, or the OS does not permit it.
 
     Examples:
         >>> import torch
@@ -90,12 +90,12 @@ class PrometheusExporter:
 
     @property
     def url(self) -> str:
-        """Where the metrics are, for a browser on this machine or for `embcache top`."""
+        """URL of the metrics, for a browser on this machine or for `embcache top`."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "") else f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/metrics"
 
     def close(self) -> None:
-        """Serve nothing from now on, and free the port; harmless twice."""
+        """Stops serving and frees the port. Idempotent."""
         with self._close_lock:
             closed, self._closed = self._closed, True
         if closed:
@@ -116,21 +116,21 @@ class PrometheusExporter:
 
 
 class _TableCollector:
-    """What a registry of prometheus_client asks at each scrape."""
+    """The collector that prometheus_client calls at each scrape."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._failure_logger = FailureLogger("PrometheusExporter")
 
     def describe(self) -> Iterator[Family]:
-        """Nothing: which metrics there are depends on the tables."""
+        """Yields nothing: the set of metrics depends on the tables."""
         yield from ()
 
     def collect(self) -> Iterator[Family]:
-        """The metrics of now."""
+        """Yields the current metrics."""
         try:
             tables = self._sampler.sample().tables
-        except Exception as error:  # the model was changed amid it
+        except Exception as error:  # the model was changed during the sample
             self._failure_logger.log_failure(error)
             return
         self._failure_logger.reset()
@@ -175,7 +175,7 @@ def _add_sample(family: Any, metric: Metric, labels: list[str], value: MetricVal
 
 
 def _cumulative(value: Histogram) -> list[tuple[str, float]]:
-    """How many durations are at most each bound, in seconds, as Prometheus wants them."""
+    """Returns the number of durations up to each bound, in seconds, in the form of Prometheus."""
     found: list[tuple[str, float]] = []
     at = seen = 0
     for bound in BOUNDS_NS:

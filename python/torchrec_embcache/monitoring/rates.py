@@ -1,4 +1,4 @@
-"""What happened between two samples, as numbers for people: rates, shares of hits, and quantiles of waits."""
+"""Derived metrics of the interval between two samples: rates, hit rates, and quantiles of waits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from .sampling import MetricValue, Sample, TableSample
 __all__ = ["QUANTILES", "TIERS", "scalars", "table_rates"]
 
 TIERS = ("device", "host", "ssd")
-#: The quantiles of waits that are shown, and what they are called.
+#: The reported quantiles of waits, by name.
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 _KINDS = {metric.path: metric.kind for metric in METRICS}
 
 
 def scalars(before: Sample | None, after: Sample) -> dict[str, float]:
-    """The numbers of two samples of a model by name, as "embcache/<module>/<table>/host/hit_rate"; see `between`.
+    """Returns the metrics of two samples of a model by name, as "embcache/<module>/<table>/host/hit_rate"; see `table_rates`.
 
-    `before` is None for the first sample: then there are no rates, and shares and quantiles are those since the tables were opened.
+    `before` is None for the first sample: in that case there are no rates, and ratios and quantiles cover the time since the tables
+    were opened.
 
     Examples:
         >>> from torchrec_embcache.monitoring import Sample, TableSample, scalars
@@ -42,13 +43,13 @@ def scalars(before: Sample | None, after: Sample) -> dict[str, float]:
 
 
 def table_rates(before: TableSample | None, after: TableSample, seconds: float) -> dict[str, float]:
-    """What a table did between two samples that are `seconds` apart.
+    """Returns the metrics of a table for the interval between two samples that are `seconds` apart.
 
-    Gauges are as they are now. A counter `host.hits` becomes "host/hits_per_second", where `seconds` is above 0.0. A histogram of
-    waits becomes "row_wait/p50_ms", "row_wait/p99_ms" and "row_wait/mean_ms" of the waits since `before`. A tier that was asked has
-    "host/hit_rate", and the SSD tier "ssd/write_amplification" where rows were given to it.
+    Gauges have their current value. A counter `host.hits` becomes "host/hits_per_second", if `seconds` is above 0.0. A histogram of
+    waits becomes "row_wait/p50_ms", "row_wait/p99_ms" and "row_wait/mean_ms" of the waits since `before`. A tier with lookups has
+    "host/hit_rate", and the SSD tier has "ssd/write_amplification" if rows were written to it.
 
-    Counters of a table that was opened again meanwhile begin anew: they count since then.
+    If the table was reopened between the samples, its counters restarted at 0, and the metrics cover the time since then.
     """
     earlier = before.values if before is not None and not _was_reopened(before, after) else {}
     found: dict[str, float] = {}
@@ -77,7 +78,7 @@ def table_rates(before: TableSample | None, after: TableSample, seconds: float) 
 
 
 def histogram_since(value: Histogram, earlier: MetricValue | None) -> Histogram:
-    """What a histogram has counted since an earlier state of it."""
+    """Returns the durations that a histogram has counted since an earlier state."""
     return value - earlier if isinstance(earlier, Histogram) else value
 
 
@@ -86,7 +87,7 @@ def _path_scale(path: str) -> float:
 
 
 def _was_reopened(before: TableSample, after: TableSample) -> bool:
-    """Whether the table was opened again, so that its counters began at 0."""
+    """True if the table was reopened, so that its counters restarted at 0."""
     return any(
         kind == "counter" and _as_number(after.values.get(path)) < _as_number(before.values.get(path))
         for path, kind in _KINDS.items()
@@ -109,7 +110,7 @@ def _histogram_rates(name: str, histogram: Histogram) -> dict[str, float]:
 
 
 def _ratios(earlier: Mapping[str, MetricValue], after: TableSample) -> dict[str, float]:
-    """Hits of all that a tier was asked for, and bytes written of all that were given."""
+    """Returns hits per lookup of each tier, and written bytes per logical byte of the SSD tier."""
 
     def rise(path: str) -> float:
         return _increase(_as_number(after.values.get(path)), earlier.get(path))

@@ -1,4 +1,4 @@
-"""A model's `stats()` as flat, typed samples: what every exporter and every view shares."""
+"""A model's `stats()` as flat, typed samples, which all exporters and views share."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from torchrec_embcache.whole_model import cache_modules
 
 __all__ = ["MetricValue", "Sample", "Sampler", "TableSample", "flatten_stats"]
 
-#: The value of a metric: a number, a flag, a text, a histogram, or numbers by the values of a further label.
+#: The value of a metric: a number, a flag, a text, a histogram, or numbers by the values of an additional label.
 MetricValue = int | float | bool | str | Histogram | Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class TableSample:
-    """The counters of one shard of a table at one moment.
+    """Counters of one shard of a table at one time.
 
-    - `module`: the path of its module in the model; "" where the model is the module.
+    - `module`: the path of its module in the model; "" if the model is the module.
     - `table`: its name.
     - `rank`: the rank of the process.
-    - `values`: its counters by their path in `TableStats`, as "host.hits". What the table does not have is left out.
+    - `values`: its counters by their path in `TableStats`, as "host.hits". Tiers and features that the table does not have are
+      omitted.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
@@ -50,16 +51,16 @@ class TableSample:
 
     @property
     def title(self) -> str:
-        """What a person calls the table: "<module>/<table>", or the table alone where the model is the module."""
+        """Display name: "<module>/<table>", or only the table's name if the model is the module."""
         return display_name((self.module, self.table))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The counters of the open tables of a model at one moment.
+    """Counters of the open tables of a model at one time.
 
-    - `time`: in seconds since 1970.
-    - `step`: what the caller said, or the largest step of the tables; None where there is no table.
+    - `time`: seconds since 1970.
+    - `step`: the step passed by the caller, or the largest step of the tables; None if there is no table.
     - `tables`: one entry for each open table of this process, in the order of the model.
 
     Examples:
@@ -81,14 +82,14 @@ class Sample:
 class Sampler:
     """Reads `stats()` of the open tables of a model.
 
-    It holds no reference to the model or its tables while it does not sample. Tables that are closed, were not opened yet or cannot
-    be used are left out, and so is everything once the model is gone.
+    Between samples it holds no reference to the model or its tables. Tables that are closed, not opened yet or unusable are
+    omitted, and samples are empty once the model is deleted.
 
     Args:
-        model: any `nn.Module` with tables of this package. It is looked through at each sample, so it may be sharded later.
+        model: any `nn.Module` with tables of this package. Its modules are collected at each sample, so it may be sharded later.
 
     Raises:
-        InputError: `model` is no `nn.Module`.
+        InputError: `model` is not an `nn.Module`.
 
     Examples:
         >>> import torch
@@ -109,7 +110,7 @@ class Sampler:
         self._model = weakref.ref(model)
 
     def sample(self, step: int | None = None) -> Sample:
-        """The counters as they are now. `step` is noted in the sample; by default the largest step of the tables is."""
+        """Returns the current counters. `step` is stored in the sample; default: the largest step of the tables."""
         now = time.time()
         tables = tuple(self._tables())
         steps = [table.values["step"] for table in tables]
@@ -131,12 +132,12 @@ class Sampler:
                 try:
                     stats = shard.stats()
                 except EmbCacheError:
-                    continue  # it was closed meanwhile, is torn, or is the parent's of a forked child
+                    continue  # closed concurrently, poisoned, or a table of a forked child's parent
                 yield TableSample(path, name, rank, dict(flatten_stats(stats)))
 
 
 def flatten_stats(stats: Any, prefix: str = "") -> Iterator[tuple[str, MetricValue]]:
-    """Each number of a dataclass of counters with its path. Parts that are None are left out."""
+    """Yields each value of a dataclass of counters with its path. Parts that are None are omitted."""
     for field in fields(stats):
         value, path = getattr(stats, field.name), f"{prefix}{field.name}"
         if value is None:

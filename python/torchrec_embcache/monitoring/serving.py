@@ -1,4 +1,4 @@
-"""The counters of tables that are served, for Prometheus."""
+"""Exports the counters of served tables to Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SERVING_METRICS", "ServingCollector"]
 
-#: Every number of `ServingStats`, in the order of the documentation. Each has the label `path`, the directory that is served.
+#: Every metric of `ServingStats`, in the order of the documentation. Each has the label `path`, the served directory.
 SERVING_METRICS: tuple[Metric, ...] = (
     Metric("version", "embcache_serving_checkpoint_info", "text", "The name of the checkpoint that is served."),
     Metric("seq", "embcache_serving_version", "gauge", "Its number."),
@@ -73,14 +73,14 @@ SERVING_METRICS: tuple[Metric, ...] = (
 
 
 class ServingCollector:
-    """A collector of prometheus_client: the counters of tables that are served, as they are when they are asked for.
+    """A prometheus_client collector of the current counters of served tables.
 
-    `PrometheusExporter` has one. Register it with a registry of your own where the process serves metrics already, as a web
-    server does. It keeps neither the tables nor the model alive, and leaves out what is closed. Where a model reads a directory
-    that was opened twice, the label `path` of the second ends with "#2".
+    `PrometheusExporter` includes one. Register it with your own registry if the process already serves metrics, as a web server
+    does. It keeps neither the tables nor the model alive, and omits closed tables. If a model reads a directory that was opened
+    twice, the label `path` of the second ends with "#2".
 
     Args:
-        served: what `serving.open` returned, or a model that reads such tables.
+        served: the result of `serving.open`, or a model that reads served tables.
 
     Raises:
         InputError: `served` is neither.
@@ -109,11 +109,11 @@ class ServingCollector:
         self._served = weakref.ref(served)
 
     def describe(self) -> Iterator[Family]:
-        """Nothing: which metrics there are depends on what is open."""
+        """Yields nothing: the set of metrics depends on the open tables."""
         yield from ()
 
     def collect(self) -> Iterator[Family]:
-        """The metrics of now."""
+        """Yields the current metrics."""
         having = list(self._stats())
         for metric in SERVING_METRICS if having else ():
             yield _serving_family(metric, having)
@@ -127,7 +127,7 @@ class ServingCollector:
             try:
                 stats = tables.stats()
             except EmbCacheError:
-                continue  # they are closed
+                continue  # the tables are closed
             opened[tables.path] += 1
             times = opened[tables.path]
             yield tables.path if times == 1 else f"{tables.path}#{times}", stats

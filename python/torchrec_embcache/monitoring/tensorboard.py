@@ -1,4 +1,4 @@
-"""Samples as scalars of TensorBoard."""
+"""Writes samples as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["TensorBoardLogger"]
 class TensorBoardLogger(SampleMonitor):
     """Writes the counters of a model's tables as scalars, as "embcache/<module>/<table>/host/hit_rate".
 
-    What counts is written as a rate a second since the sample before, and what is there as it is. Waits are written as their median
-    ("p50_ms"), their 99th percentile ("p99_ms") and their mean, in milliseconds. `scalars` makes these numbers of two samples.
+    Counters are written as a rate per second since the previous sample, and gauges unchanged. Waits are written as their median
+    ("p50_ms"), their 99th percentile ("p99_ms") and their mean, in milliseconds. `scalars` computes these metrics from two samples.
 
     Args:
         model: any `nn.Module` with tables of this package.
-        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar(name, value, step)`. It stays the
-            caller's: `close` does not close it.
-        interval_s: the seconds between samples, which a thread takes. None: only `sample(step)` takes them.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or any object with its `add_scalar(name, value, step)`. The caller owns
+            it: `close` does not close it.
+        interval_s: seconds between samples taken by a thread. None: only `sample(step)` takes samples.
 
     Raises:
-        InputError: `model` is no `nn.Module`, or `writer` has no `add_scalar`.
+        InputError: `model` is not an `nn.Module`, or `writer` has no `add_scalar`.
         ConfigError: `interval_s` is not above 0.
 
     Examples:

@@ -1,4 +1,4 @@
-"""A drop-in for `torch.nn.Embedding` over a table larger than memory.
+"""A drop-in replacement of `torch.nn.Embedding` over a table larger than memory.
 
 Shapes: N ids, n rows, D the embedding's width.
 """
@@ -37,43 +37,44 @@ Mode = Literal["sum", "mean", "max"]
 
 
 class EmbCacheEmbedding(TableModule):
-    """`torch.nn.Embedding` without `num_embeddings`: any 64-bit integer is an id, and its row is born when it is first trained.
+    """`torch.nn.Embedding` without `num_embeddings`: ids are any 64-bit integers, and rows are inserted when first trained.
 
-    It takes `input`, int64 or int32 of any shape `(*)`, and gives float32 of shape `(*, D)`: the row of each id. `loss.backward()`
-    updates the rows of the batch with `optimizer`. A batch's rows are updated once, with the gradients of an id that occurs
-    several times summed first. After `eval()`, under `torch.no_grad()` or with a frozen `weight` nothing is updated, and an id
-    that was never trained reads its initial value and is not inserted.
+    It takes `input`, int64 or int32 of any shape `(*)`, and returns float32 of shape `(*, D)`: the row of each id.
+    `loss.backward()` updates the rows of the batch with `optimizer`. Each row is updated once; the gradients of an id that occurs
+    several times are summed first. After `eval()`, under `torch.no_grad()` or with a frozen `weight` nothing is updated, and an id
+    without a row reads its initial value and is not inserted.
 
     Args:
         name: the table's name, which also names its SSD directory. 1 to 200 bytes of UTF-8.
         embedding_dim: the width D of a row, from 1 to 65,536.
         tiers: the budgets in bytes of the device, host and SSD tier.
         optimizer: one of `torchrec_embcache.optimizers`. Its update runs in the backward.
-        initializer: how rows are born. By default `Uniform(-1/sqrt(D), 1/sqrt(D))`.
-        seed: of the rows' births. The same seed, name and id give the same row everywhere.
-        padding_idx: an id that reads zeros and is never trained; None: there is no such id.
-        policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
-        on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
-        missing: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
-        admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
-        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
-            "oov": one row of the table, which the gradients of all such ids train. Only with `admission`.
-        score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
-        eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
-        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for `drain_evicted`.
-            None: nobody.
-        total_num_buckets: how many buckets ids are spread over, which ranks share; from 1 to 2^20, and fixed for the table's life.
-        device: where the results are, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
-        replicated: where `torch.distributed` has several ranks, each trains a table of its own, and a warning says so.
-            True says that this is meant. To share one table, use a collection with its sharder.
+        initializer: the initializer of new rows. By default `Uniform(-1/sqrt(D), 1/sqrt(D))`.
+        seed: the seed of the rows' initial values. The same seed, name and id give the same row everywhere.
+        padding_idx: an id that reads zeros and is never trained; None: no padding id.
+        policy: the replacement policy of a full tier: "s3fifo", "lru" or "lfu".
+        on_full: behavior when the last tier is full: "error" raises `CapacityError` and loses no rows, "evict" drops rows.
+        missing: value that evaluation reads for an id without a row: its "initial" value or "zeros". None: the same as in training.
+        admission: the admission rule; one of `torchrec_embcache.admission`. None: every id is admitted.
+        not_admitted: value that training reads for an id that is not admitted: "zeros", its "initial" value, a number for every
+            column, or "oov": one row of the table (the OOV row), which the gradients of all such ids train. Requires `admission`.
+        score_half_life_steps: half-life in steps of a row's score, which is the decayed sum of its occurrences.
+        eviction: the rules that expire rows, and when they run; a `torchrec_embcache.eviction.Policy`. None: no rows expire.
+        on_evict: receiver of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", to queue them for
+            `drain_evicted`. None: no receiver.
+        total_num_buckets: number of buckets into which ids are hashed, and which ranks share; from 1 to 2^20, and fixed for the
+            table's lifetime.
+        device: the device of results, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
+        replicated: with several ranks in `torch.distributed` each rank trains a separate table, which causes a warning. True
+            confirms that this is intended. To share one table, use a collection with its sharder.
 
-    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.Embedding`. It raises
-    `UnsupportedError` for another dtype than float32, and for values of the others that change what an update does.
+    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.Embedding`. The constructor
+    raises `UnsupportedError` for another dtype than float32, and for values of the others that would change an update.
 
     Raises:
-        ConfigError: a setting is out of range, is not given by name, or contradicts another.
-        UnsupportedError: an argument of torch's has a value that is not supported.
-        InUseError, PathError, StoragePermissionError, MismatchError, StorageError: of the SSD tier's directory.
+        ConfigError: a setting is out of range, is positional, or contradicts another.
+        UnsupportedError: an argument of torch has an unsupported value.
+        InUseError, PathError, StoragePermissionError, MismatchError, StorageError: from the SSD tier's directory.
 
     Examples:
         >>> import torch
@@ -126,7 +127,7 @@ class EmbCacheEmbedding(TableModule):
         replicated: bool = False,
     ) -> None:
         check_torch_arguments(dtype=dtype, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-        del norm_type  # means nothing without max_norm
+        del norm_type  # without effect unless max_norm is set
         super().__init__(
             name=name,
             embedding_dim=embedding_dim,
@@ -178,14 +179,14 @@ class EmbCacheEmbedding(TableModule):
         sparse: bool = False,
         replicated: bool = False,
     ) -> Self:
-        """A module with rows that were trained elsewhere. The settings that are not named below are those of the class.
+        """Creates a module with pretrained rows. Settings that are not listed below are those of the class.
 
         Args:
             ids: [n] distinct 64-bit integers, as a tensor, a numpy array or a list.
             weights: [n, D] numbers, likewise. D becomes the module's width. Optimizer slots start at zero.
             freeze: True, as in torch: the rows are not trained. False needs an `optimizer`.
 
-        It raises as the class and `import_rows` do, and `ConfigError` for `freeze=False` without an optimizer.
+        Raises the errors of the class and of `import_rows`, and `ConfigError` for `freeze=False` without an optimizer.
 
         Examples:
             >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets
@@ -225,16 +226,17 @@ class EmbCacheEmbedding(TableModule):
         return made
 
     def forward(self, input: Tensor, clicks: Tensor | None = None) -> Tensor:
-        """The row of each id.
+        """Returns the row of each id.
 
         Args:
             input: int64 or int32 ids of any shape `(*)`, on the CPU or on the table's device.
-            clicks: those of each id, integers of the shape of `input`, for a table with admission `ShowClick`. None: no clicks.
+            clicks: the clicks of each id, integers of the shape of `input`, for a table with admission `ShowClick`. None: no
+                clicks.
 
         Returns:
             float32 of shape `(*, D)`, on the table's device.
 
-        Raises `InputError` for another `input` or `clicks`, and `CapacityError` where the last tier is full and `on_full` is
+        Raises `InputError` for an invalid `input` or `clicks`, and `CapacityError` if the last tier is full and `on_full` is
         "error".
         """
         traced = trace_as_call(self, input, clicks)
@@ -250,11 +252,11 @@ class EmbCacheEmbedding(TableModule):
         return out.view(*input.shape, self.embedding_dim)
 
     def prefetch(self, input: Tensor, clicks: Tensor | None = None) -> bool:
-        """Begin to fetch the rows of a later `forward(input, clicks)`. Call it in the order of those forwards.
+        """Starts loading the rows of a later `forward(input, clicks)`. Call it in the order of those forwards.
 
-        False where the budget ended before all rows were fetched; the forward fetches the rest. A forward of other ids forgets what
-        was prefetched for it, with an `EmbCacheWarning`. So does a call that would keep more than 16 batches, and the 17th training
-        forward after a batch that was prefetched for evaluation.
+        Returns False if the budget ended before all rows were loaded; the forward loads the rest. A forward with other ids drops
+        the batches prefetched before it, with an `EmbCacheWarning`. They are also dropped by a call that would keep more than 16
+        batches, and, if prefetched for evaluation, by the 17th training forward afterwards.
 
         Examples:
             >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
@@ -270,7 +272,7 @@ class EmbCacheEmbedding(TableModule):
         return self._group.prefetch(batch, train=self._trains)
 
     def _batch(self, input: Tensor, clicks: Tensor | None) -> tuple[IdBatch, NDArray[np.bool_] | None]:
-        """The ids [n] that are not padding, and where they are in the flat input [N]; None where all of them are."""
+        """Returns the ids [n] without padding, and a mask of them in the flat input [N], which is None without a padding id."""
         ids = ids_array(input, "input", self.table.device)
         counted = self._clicks(clicks, len(ids))
         if self.padding_idx is None:

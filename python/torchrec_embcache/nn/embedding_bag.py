@@ -1,6 +1,6 @@
-"""A drop-in for `torch.nn.EmbeddingBag` over a table larger than memory.
+"""A drop-in replacement of `torch.nn.EmbeddingBag` over a table larger than memory.
 
-Shapes: N ids, B bags, L ids a bag, n rows, D the embedding's width.
+Shapes: N ids, B bags, L ids per bag, n rows, D the embedding's width.
 """
 
 from typing import Literal, Self, cast
@@ -46,42 +46,43 @@ PoolingMode = Literal["sum", "mean", "max"]
 
 
 class EmbCacheEmbeddingBag(TableModule):
-    """`torch.nn.EmbeddingBag` without `num_embeddings`: any 64-bit integer is an id, and its row is born when it is first trained.
+    """`torch.nn.EmbeddingBag` without `num_embeddings`: ids are any 64-bit integers, and rows are inserted when first trained.
 
-    It takes ids in bags and gives the sum or the mean of each bag's rows, float32 [B, D]. The ids are [N] with `offsets`, where
-    each bag begins, or [B, L], a row for each bag. `loss.backward()` updates the rows of the batch with `optimizer`, each row once.
-    After `eval()`, under `torch.no_grad()` or with a frozen `weight` nothing is updated, and an id that was never trained reads its
-    initial value and is not inserted.
+    It takes ids in bags and returns the sum or the mean of each bag's rows, float32 [B, D]. The ids are [N] with `offsets`, the
+    start of each bag, or [B, L], one row per bag. `loss.backward()` updates the rows of the batch with `optimizer`, each row once.
+    After `eval()`, under `torch.no_grad()` or with a frozen `weight` nothing is updated, and an id without a row reads its initial
+    value and is not inserted.
 
     Args:
         name: the table's name, which also names its SSD directory. 1 to 200 bytes of UTF-8.
         embedding_dim: the width D of a row, from 1 to 65,536.
         tiers: the budgets in bytes of the device, host and SSD tier.
         optimizer: one of `torchrec_embcache.optimizers`. Its update runs in the backward.
-        mode: "mean" (as in torch) or "sum". `UnsupportedError` for "max".
-        include_last_offset: `offsets` also says where the last bag ends: [B + 1] in place of [B].
-        initializer: how rows are born. By default `Uniform(-1/sqrt(D), 1/sqrt(D))`.
-        seed: of the rows' births. The same seed, name and id give the same row everywhere.
-        padding_idx: an id that is left out of its bags, and of a mean's divisor; None: there is no such id.
-        policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
-        on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
-        missing: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
-        admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
-        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
-            "oov": one row of the table, which the gradients of all such ids train. Only with `admission`.
-        score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
-        eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
-        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for `drain_evicted`.
-            None: nobody.
-        total_num_buckets: how many buckets ids are spread over, which ranks share; from 1 to 2^20, and fixed for the table's life.
-        device: where the results are, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
-        replicated: where `torch.distributed` has several ranks, each trains a table of its own, and a warning says so.
-            True says that this is meant. To share one table, use a collection with its sharder.
+        mode: "mean" (as in torch) or "sum". "max" raises `UnsupportedError`.
+        include_last_offset: `offsets` also contains the end of the last bag: [B + 1] instead of [B].
+        initializer: the initializer of new rows. By default `Uniform(-1/sqrt(D), 1/sqrt(D))`.
+        seed: the seed of the rows' initial values. The same seed, name and id give the same row everywhere.
+        padding_idx: an id that is excluded from its bags, and from a mean's divisor; None: no padding id.
+        policy: the replacement policy of a full tier: "s3fifo", "lru" or "lfu".
+        on_full: behavior when the last tier is full: "error" raises `CapacityError` and loses no rows, "evict" drops rows.
+        missing: value that evaluation reads for an id without a row: its "initial" value or "zeros". None: the same as in training.
+        admission: the admission rule; one of `torchrec_embcache.admission`. None: every id is admitted.
+        not_admitted: value that training reads for an id that is not admitted: "zeros", its "initial" value, a number for every
+            column, or "oov": one row of the table (the OOV row), which the gradients of all such ids train. Requires `admission`.
+        score_half_life_steps: half-life in steps of a row's score, which is the decayed sum of its occurrences.
+        eviction: the rules that expire rows, and when they run; a `torchrec_embcache.eviction.Policy`. None: no rows expire.
+        on_evict: receiver of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", to queue them for
+            `drain_evicted`. None: no receiver.
+        total_num_buckets: number of buckets into which ids are hashed, and which ranks share; from 1 to 2^20, and fixed for the
+            table's lifetime.
+        device: the device of results, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
+        replicated: with several ranks in `torch.distributed` each rank trains a separate table, which causes a warning. True
+            confirms that this is intended. To share one table, use a collection with its sharder.
 
-    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.EmbeddingBag`. It raises
-    `UnsupportedError` for another dtype than float32, and for values of the others that change what an update does.
+    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.EmbeddingBag`. The constructor
+    raises `UnsupportedError` for another dtype than float32, and for values of the others that would change an update.
 
-    It raises as `EmbCacheEmbedding` does.
+    Raises the errors of `EmbCacheEmbedding`.
 
     Examples:
         >>> import torch
@@ -140,7 +141,7 @@ class EmbCacheEmbeddingBag(TableModule):
             raise UnsupportedError("mode='max': the fused backward sums; use mode='sum' or 'mean'")
         check_choice("mode", mode, Literal["sum", "mean"])
         check_torch_arguments(dtype=dtype, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-        del norm_type  # means nothing without max_norm
+        del norm_type  # without effect unless max_norm is set
         super().__init__(
             name=name,
             embedding_dim=embedding_dim,
@@ -196,7 +197,7 @@ class EmbCacheEmbeddingBag(TableModule):
         sparse: bool = False,
         replicated: bool = False,
     ) -> Self:
-        """A module with rows that were trained elsewhere, `ids` [n] with `weights` [n, D]; see `EmbCacheEmbedding`'s.
+        """Creates a module with pretrained rows, `ids` [n] with `weights` [n, D]; see `EmbCacheEmbedding.from_pretrained`.
 
         Examples:
             >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets
@@ -237,7 +238,7 @@ class EmbCacheEmbeddingBag(TableModule):
         return made
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows: settings, rows, budgets, the optimizer's learning rate and the mode."""
+        """Returns the text of `print(module)`: settings, rows, budgets, the optimizer's learning rate and the mode."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
     def forward(
@@ -247,21 +248,22 @@ class EmbCacheEmbeddingBag(TableModule):
         per_sample_weights: Tensor | None = None,
         clicks: Tensor | None = None,
     ) -> Tensor:
-        """The sum or mean of each bag's rows.
+        """Returns the sum or mean of each bag's rows.
 
         Args:
-            input: int64 or int32 ids, [N] with `offsets`, or [B, L] without, a bag in each row.
-            offsets: [B], where each bag begins in `input`; [B + 1] with `include_last_offset`.
+            input: int64 or int32 ids, [N] with `offsets`, or [B, L] without, one bag per row.
+            offsets: [B], the start of each bag in `input`; [B + 1] with `include_last_offset`.
             per_sample_weights: float32 of the shape of `input`, which multiply the rows. Mode "sum" only. They get a gradient, from
-                the rows as they are before the update.
-            clicks: those of each id, integers of the shape of `input`, for a table with admission `ShowClick`. None: no clicks.
+                the rows before the update.
+            clicks: the clicks of each id, integers of the shape of `input`, for a table with admission `ShowClick`. None: no
+                clicks.
 
         Returns:
-            float32 [B, D], on the table's device. An empty bag gives zeros.
+            float32 [B, D], on the table's device. An empty bag returns zeros.
 
         Raises `InputError` for malformed arguments, `UnsupportedError` for `per_sample_weights` with mode "mean", and
-        `CapacityError` where the last tier is full and `on_full` is "error". The backward raises torch's `RuntimeError` where
-        `offsets` or `per_sample_weights` were changed in place after the forward.
+        `CapacityError` if the last tier is full and `on_full` is "error". The backward raises torch's `RuntimeError` if `offsets`
+        or `per_sample_weights` were changed in place after the forward.
         """
         traced = trace_as_call(self, input, offsets, per_sample_weights, clicks)
         if traced is not None:
@@ -298,7 +300,7 @@ class EmbCacheEmbeddingBag(TableModule):
         per_sample_weights: Tensor | None = None,
         clicks: Tensor | None = None,
     ) -> bool:
-        """Begin to fetch the rows of a later forward of these arguments; see `EmbCacheEmbedding.prefetch`.
+        """Starts loading the rows of a later forward with these arguments; see `EmbCacheEmbedding.prefetch`.
 
         Examples:
             >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
@@ -308,16 +310,16 @@ class EmbCacheEmbeddingBag(TableModule):
             True
             >>> item(torch.tensor([[7, 8]])).sum().backward()
         """
-        del per_sample_weights  # the same rows are needed, whatever their weights
+        del per_sample_weights  # the rows do not depend on their weights
         batch, _, _ = self._split_bags(input, offsets, clicks)
         return self._group.prefetch(batch, train=self._trains)
 
     def _split_bags(
         self, input: Tensor, offsets: object, clicks: Tensor | None
     ) -> tuple[IdBatch, I64, NDArray[np.bool_] | None]:
-        """The ids [n] that are not padding, where each bag begins in them [B + 1], and where they are in the input [N].
+        """Returns the ids [n] without padding, the bounds of the bags in them [B + 1], and a mask of them in the input [N].
 
-        The last is None where all of the input are such ids.
+        The mask is None if there is no padding id.
         """
         ids = ids_array(input, "input", self.table.device)
         bounds = bag_offsets(

@@ -1,10 +1,10 @@
-"""Pictures of miss ratio curves, hit rates, bytes, reads and waits, as SVG, as PNG, or in a page.
+"""Plots of miss ratio curves, hit rates, bytes, reads and waits, as SVG, as PNG, or inline in an HTML page.
 
     print(plotting.svg(plotting.read_panels(["traffic.json"])))
 
-What a picture shows is decided apart from how it is drawn: a `Panel` has the numbers of one diagram. Drawing needs matplotlib:
-`pip install "torchrec-embcache[plot]"`. It neither needs a display nor touches `matplotlib.pyplot`. `embcache plot` does the same
-in a terminal.
+Data and drawing are separate: a `Panel` contains the data of one plot. Drawing requires matplotlib: `pip install
+"torchrec-embcache[plot]"`. It requires no display and does not use `matplotlib.pyplot`. `embcache plot` does the same in a
+terminal.
 """
 
 from .curves import curve_panels

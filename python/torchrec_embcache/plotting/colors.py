@@ -1,4 +1,4 @@
-"""The colours of pictures, on a light and on a dark ground."""
+"""Colors of plots, for light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["DARK", "LIGHT", "ColorTheme"]
 
 @dataclass(frozen=True)
 class ColorTheme:
-    """Colours as "#rrggbb": of the ground, of text, of secondary text and axes, of grids, and of lines.
+    """Colors as "#rrggbb": background, text, secondary text and axes, grid, and lines.
 
-    People who see two of three primary colours tell the lines apart, and every colour of a line stands out from its ground by a
-    contrast of 3 to 1, text by 4.5 to 1 (WCAG 2.2).
+    The lines are distinguishable with common color vision deficiencies. The contrast to the background is at least 3:1 for lines
+    and 4.5:1 for text (WCAG 2.2).
     """
 
     background: str

@@ -1,4 +1,4 @@
-"""Miss ratio curves as diagrams."""
+"""Plots of miss ratio curves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["curve_panels"]
 def curve_panels(
     traffic: Sequence[TableTraffic] | Mapping[str, Sequence[TableTraffic]], advice: BudgetAdvice | None = None
 ) -> list[Panel]:
-    """The miss ratio curves of tables: one diagram by the share of the rows in RAM, and one by the bytes that these take there.
+    """Returns panels of the miss ratio curves of tables: one by the fraction of rows in RAM, and one by the bytes of these rows.
 
-    A mark on a curve is the budget that its table has now, device tier and host tier together.
+    A mark on a curve is the current budget of its table, device tier and host tier together.
 
     Args:
-        traffic: of the tables, as `sizing.traffic_of(model)` or `sizing.read_traffic(path)` gives it; or that of several ranks by
-            what they are called, such as `{"rank 0": ..., "rank 1": ...}`.
-        advice: budgets to mark besides, for the tables that have those names.
+        traffic: traffic of the tables, as returned by `sizing.traffic_of(model)` or `sizing.read_traffic(path)`; or the traffic of
+            several ranks by label, such as `{"rank 0": ..., "rank 1": ...}`.
+        advice: budgets to mark in addition, for the tables with these names.
 
-    Raises `InputError` where there is no curve.
+    Raises `InputError` if there is no curve.
 
     Examples:
         >>> from torchrec_embcache import plotting, sizing
@@ -55,7 +55,7 @@ def curve_panels(
 
 @dataclass(frozen=True)
 class _TableCurve:
-    """The points of a table by numbers of rows, and what a row is in each unit."""
+    """The points of a table by number of rows, and the size of a row in each unit."""
 
     line: Line
     marks: tuple[Mark, ...]
@@ -66,7 +66,7 @@ class _TableCurve:
         cls, table: TableTraffic, source: str, color: int, dash: int, advice: BudgetAdvice | None
     ) -> _TableCurve:
         curve = table.curve
-        # A cache that holds more than all rows is of no use. The curve ends at all of them.
+        # A cache larger than all rows is useless. The curve ends at the table's row count.
         inside = curve.rows <= table.rows
         x = curve.rows[inside].astype(float).tolist()
         y = curve.miss_ratios[inside].tolist()

@@ -1,4 +1,4 @@
-"""Drawing of diagrams by matplotlib, without `pyplot` and without a display."""
+"""Drawing of panels with matplotlib, without `pyplot` and without a display."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 __all__ = ["build_figure", "draw", "figure_to_svg", "png", "svg"]
 
-#: The size of a diagram in inches. PNG has `_DPI` pixels an inch.
+#: Size of a plot in inches. PNG has `_DPI` pixels per inch.
 _SIZE = (6.4, 4.2)
 _DPI = 100
-#: As `svg.hashsalt`: the same picture has the same bytes.
+#: Value of `svg.hashsalt`, which makes the SVG deterministic.
 _SVG_HASH_SALT = "embcache"
-#: Patterns of lines: solid, and dashes of several kinds. The last is for budgets.
+#: Line patterns: solid, and several kinds of dashes.
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (3, 1.5, 1, 1.5)), (0, (1.5, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
 _DOTTED = (0, (1, 2))
 _MARKERS = ("D", "s", "^", "v")
-#: The key to a diagram names this many ranks. Patterns of more could not be told apart.
+#: The legend lists at most this many ranks. More patterns could not be distinguished.
 _MAX_LEGEND_LINES = len(_DASHES)
 
 
 def draw(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> Figure:
-    """The diagrams as a figure of matplotlib, in rows of `columns`. It can be changed before it is saved.
+    """Draws the panels as a matplotlib figure with `columns` columns. The figure can be changed before it is saved.
 
     Raises:
-        InputError: there is no diagram.
+        InputError: there is no panel.
         ConfigError: `columns` is not above 0.
         UnsupportedError: matplotlib is not installed.
 
@@ -50,9 +50,9 @@ def draw(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> Fi
 
 
 def svg(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> str:
-    """The diagrams as the text of an SVG file. Its texts stay texts, which can be searched and read aloud.
+    """Returns the panels as the text of an SVG file. Labels are stored as text, which is searchable and accessible.
 
-    Raises as `draw` does.
+    Raises like `draw`.
 
     Examples:
         >>> from torchrec_embcache.plotting import Line, Panel, svg
@@ -63,7 +63,7 @@ def svg(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> str
 
 
 def png(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> bytes:
-    """The diagrams as a PNG file, 640 x 420 pixels each."""
+    """Returns the panels as a PNG file, 640 x 420 pixels each."""
     file = io.BytesIO()
     figure = draw(panels, dark=dark, columns=columns)
     figure.savefig(file, format="png", dpi=_DPI, facecolor=figure.get_facecolor(), metadata={"Software": "embcache"})
@@ -71,7 +71,7 @@ def png(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> byt
 
 
 def figure_to_svg(figure: Figure, about: str) -> str:
-    """A figure as SVG, always with the same bytes. matplotlib's settings are as before."""
+    """Returns a figure as deterministic SVG. matplotlib's settings are restored."""
     from matplotlib import rc_context
 
     file = io.StringIO()
@@ -82,7 +82,7 @@ def figure_to_svg(figure: Figure, about: str) -> str:
 
 
 def build_figure(panels: Sequence[Panel], theme: ColorTheme, columns: int, size: tuple[float, float]) -> Figure:
-    """The diagrams as a figure, each of them `size` inches."""
+    """Draws the panels as a figure, each `size` inches large."""
     if not panels:
         raise InputError("there is no diagram to draw")
     if not columns > 0:
@@ -118,7 +118,7 @@ def _draw_panel(axes: Axes, panel: Panel, theme: ColorTheme) -> None:
             color=theme.lines[line.color % len(theme.lines)],
             linestyle=_dash_pattern(line),
             linewidth=1.2 if line.dash < 0 else 1.8,
-            # A line of one point is seen as a dot.
+            # A line of one point is drawn as a dot.
             marker="o" if sum(map(math.isfinite, line.y)) == 1 else None,
         )
     for mark in panel.marks:
@@ -142,12 +142,12 @@ def _draw_panel(axes: Axes, panel: Panel, theme: ColorTheme) -> None:
 def _dash_pattern(line: Line) -> Any:
     if line.dash < 0:
         return _DOTTED
-    # After the last colour, the colours come again with another pattern.
+    # After the last color, the colors repeat with another pattern.
     return _DASHES[(line.dash + line.color // len(LIGHT.lines)) % len(_DASHES)]
 
 
 def _set_scale(axis: Axis, unit: AxisUnit, values: Sequence[float], *, is_log: bool, from_zero: bool) -> None:
-    """The kind of an axis, its ends, and what its ticks say."""
+    """Sets the scale of an axis, its limits, and its tick labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     set_ends = axis.axes.set_xlim if axis is axis.axes.xaxis else axis.axes.set_ylim
@@ -176,7 +176,7 @@ def _set_scale(axis: Axis, unit: AxisUnit, values: Sequence[float], *, is_log: b
 
 
 def _widen_log_range(low: float, high: float, base: int) -> tuple[float, float]:
-    """Ends of a logarithmic axis with at least two ticks between them."""
+    """Returns limits of a logarithmic axis with at least two ticks between them."""
     low, high = low / base**0.1, high * base**0.1
     while high / low < 4:
         low, high = low / 2**0.5, high * 2**0.5
@@ -184,7 +184,7 @@ def _widen_log_range(low: float, high: float, base: int) -> tuple[float, float]:
 
 
 def _draw_legend(axes: Axes, panel: Panel, theme: ColorTheme) -> None:
-    """What each colour, pattern and shape is, below the diagram so that it covers nothing."""
+    """Draws the legend of colors, patterns and shapes below the plot, so that it covers nothing."""
     from matplotlib.lines import Line2D
 
     handles: dict[str, Line2D] = {}

@@ -1,4 +1,4 @@
-"""Samples of running tables as diagrams over time."""
+"""Plots of samples of running tables over time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .panels import AxisUnit, Line, Panel
 
 __all__ = ["HistoryAxis", "history_panels"]
 
-#: What diagrams are over. "auto" is "step" where steps rise in all tables, and "time" elsewhere.
+#: The x axis of plots. "auto" is "step" if steps increase in all tables, and "time" otherwise.
 HistoryAxis = Literal["auto", "step", "time"]
 
 _MIB = float(1 << 20)
@@ -25,7 +25,7 @@ _TIER_NAMES = {"device": "device", "host": "host", "ssd": "SSD"}
 
 @dataclass(frozen=True)
 class _LineSpec:
-    """A line of a diagram: its label, the number of `monitoring.rates.between`, and what that is divided by."""
+    """A line of a plot: its label, the name of a metric of `monitoring.rates.table_rates`, and a divisor."""
 
     label: str
     number: str
@@ -36,7 +36,7 @@ class _LineSpec:
 
 @dataclass(frozen=True)
 class _PanelSpec:
-    """A kind of diagram."""
+    """A kind of plot."""
 
     title: str
     y_label: str
@@ -51,7 +51,7 @@ def _by_tier(number: str, label: str = "{}", dash: int = 0) -> tuple[_LineSpec, 
     )
 
 
-#: The number of the pattern of budgets, which no line of a rank has.
+#: The pattern index of budgets, which no line of a rank has.
 _DOTTED = -1
 _KINDS = (
     _PanelSpec("hit rate by tier", "ids found (share)", _by_tier("hit_rate"), "share"),
@@ -90,13 +90,13 @@ _KINDS = (
 _NUMBERS = {shown.number for kind in _KINDS for shown in kind.lines}
 _SINCE = {number for number in _NUMBERS if number.endswith(("hit_rate", "_per_second", "_ms"))}
 
-#: The module, the name and the rank of a table.
+#: The module, name and rank of a table.
 _SeriesKey = tuple[str, str, int]
 
 
 @dataclass
 class _TableSeries:
-    """The numbers of one table of one rank, sample by sample."""
+    """The metrics of one table of one rank, sample by sample."""
 
     times: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
@@ -108,7 +108,7 @@ class _TableSeries:
         before = self._last[1] if self._last is not None and seconds > 0.0 else None
         found = table_rates(before, table, max(seconds, 0.0) if before is not None else 0.0)
         for number in _NUMBERS:
-            # Of the first sample only gauges count: what has happened before it may have taken days.
+            # The first sample only has gauges: the time before it may cover days.
             value = math.nan if before is None and number in _SINCE else found.get(number, math.nan)
             self.numbers[number].append(value)
         self.times.append(time)
@@ -127,17 +127,17 @@ def history_panels(
     over: HistoryAxis = "auto",
     tables: Collection[str] = (),
 ) -> list[Panel]:
-    """What tables did over time: for each table its hit rates, rows and bytes by tier, SSD rates, and waits.
+    """Returns the history of tables as panels: for each table its hit rates, rows and bytes by tier, SSD rates, and waits.
 
-    Rates, shares and waits are those since the sample before, as in `monitoring.scalars`; so they begin at a table's second sample.
-    What a table does not have is left out.
+    Rates, ratios and waits cover the time since the previous sample, as in `monitoring.scalars`; they start at a table's second
+    sample. Metrics that a table does not have are omitted.
 
     Args:
-        samples: in the order in which they were taken; or those of several files or ranks by what they are called.
-        over: "step", "time" (seconds since the first sample), or "auto": steps where they rise in all tables.
-        tables: which ones to show, by "<module>/<table>" or by name; all by default.
+        samples: samples in the order in which they were taken; or the samples of several files or ranks by label.
+        over: "step", "time" (seconds since the first sample), or "auto": steps if they increase in all tables.
+        tables: the tables to show, by "<module>/<table>" or by name; all by default.
 
-    Raises `InputError` where no table has two samples, and for names that are not there.
+    Raises `InputError` if no table has two samples, or if a name matches no table.
 
     Examples:
         >>> from torchrec_embcache.monitoring import Sample, TableSample
@@ -169,7 +169,7 @@ def history_panels(
 
 
 def _read_series(path: str, samples: Iterable[Sample]) -> dict[_SeriesKey, _TableSeries]:
-    """The numbers of the tables of one source."""
+    """Returns the metrics of the tables of one source."""
     found: dict[_SeriesKey, _TableSeries] = defaultdict(_TableSeries)
     try:
         for sample in samples:
@@ -183,7 +183,7 @@ def _read_series(path: str, samples: Iterable[Sample]) -> dict[_SeriesKey, _Tabl
 def _select_tables(
     found: Mapping[tuple[str, str], dict[tuple[int, str], _TableSeries]], tables: Collection[str]
 ) -> dict[str, dict[tuple[int, str], _TableSeries]]:
-    """The tables that are asked for, by what a person calls them."""
+    """Returns the requested tables by display name."""
     titled = {f"{module}/{table}" if module else table: ranks for (module, table), ranks in found.items()}
     missing = [one for one in tables if not any(one in (title, title.split("/")[-1]) for title in titled)]
     if missing:
@@ -194,7 +194,7 @@ def _select_tables(
 
 
 def _series_by_label(ranks: Mapping[tuple[int, str], _TableSeries]) -> dict[str, _TableSeries]:
-    """The series of a table by what each is called; one alone has no name."""
+    """Returns the series of a table by label; a single series has an empty label."""
     if len(ranks) == 1:
         return {"": next(iter(ranks.values()))}
     numbers = [rank for rank, _ in ranks]
@@ -210,11 +210,11 @@ def _panel(title: str, kind: _PanelSpec, ranks: Mapping[str, _TableSeries], begi
         x = tuple(series.steps) if begin is None else tuple(time - begin for time in series.times)
         for shown in kind.lines:
             y = tuple(value / shown.divisor for value in series.numbers[shown.number])
-            # A line of zeros would not be seen on a logarithmic axis.
+            # A line of zeros would be invisible on a logarithmic axis.
             if not any(value > 0.0 or (value == 0.0 and not kind.is_log) for value in y):
                 continue
             if shown.dash == _DOTTED:
-                # A budget that all ranks have is one line.
+                # Equal budgets of all ranks are one line.
                 budgets = [line for line in lines if line.label == shown.label]
                 if not any(line.y[0] == y[0] for line in budgets):
                     lines.append(Line(shown.label, x, y, shown.color, _DOTTED))

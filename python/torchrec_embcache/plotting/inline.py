@@ -1,4 +1,4 @@
-"""Diagrams inside a page, in the colours of the page."""
+"""Inline plots for HTML pages, in the colors of the page."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .panels import Panel
 
 __all__ = ["inline_css", "inline_svg"]
 
-#: The size of a diagram in inches: a telephone shows it nearly as it is, so that its texts can be read.
+#: Size of a plot in inches: small enough that its text is readable on a phone.
 _SIZE = (4.5, 3.5)
 
 
 def inline_svg(panel: Panel, name: str) -> str:
-    """A diagram as an `<svg>` element for an HTML page, as wide as what is around it.
+    """Returns a panel as an `<svg>` element for an HTML page, with the width of its container.
 
-    It is an image with a text for those who do not see it (`role="img"`, `aria-label`). Its colours are those of `inline_css()`.
+    It is an image with alternative text (`role="img"`, `aria-label`). Its colors are those of `inline_css()`.
 
     Args:
-        panel: what to draw.
-        name: another one for each diagram of the page, of letters, digits and "-". Identifiers in the element begin with it.
+        panel: the panel to draw.
+        name: a unique name within the page, of letters, digits and "-". It is the prefix of the identifiers in the element.
 
-    Raises `InputError` for another `name`, and as `draw` does.
+    Raises `InputError` for any other `name`, and like `draw`.
 
     Examples:
         >>> from torchrec_embcache.plotting import Line, Panel, inline_css, inline_svg
@@ -43,7 +43,7 @@ def inline_svg(panel: Panel, name: str) -> str:
     view = re.search(r'viewBox="[^"]*"', head)
     assert view is not None, "matplotlib writes it"
     body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.DOTALL)
-    # A style inside the element would be one of the whole page.
+    # A style inside the element would apply to the entire page.
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", body, count=1, flags=re.DOTALL)
     body = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', body)
     body = re.sub(r'(url\(|href=")#', rf"\1#{name}-", body).replace("xlink:href", "href")
@@ -55,10 +55,10 @@ def inline_svg(panel: Panel, name: str) -> str:
 
 
 def inline_css() -> str:
-    """The style sheet of what `inline_svg` gives: its colours on a light and on a dark ground, as the reader's system asks for.
+    """Returns the style sheet for `inline_svg`: its colors for the light and dark modes of the reader's system.
 
-    The colours are variables, `--plot-background`, `--plot-foreground`, `--plot-muted`, `--plot-grid` and `--plot-line-0` and so on, which a
-    page may use for itself.
+    The colors are variables, `--plot-background`, `--plot-foreground`, `--plot-muted`, `--plot-grid`, `--plot-line-0` and so on,
+    which a page may use too.
 
     For example `f"<style>{inline_css()}</style>"`; see `inline_svg`.
 

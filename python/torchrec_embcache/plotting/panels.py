@@ -1,4 +1,4 @@
-"""What a picture shows: diagrams with their numbers, which nothing has drawn yet."""
+"""Data of plots, independent of drawing."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torchrec_embcache.config import bytes_text
 
 __all__ = ["AxisUnit", "Line", "Mark", "Panel", "format_value"]
 
-#: What the numbers of an axis are: shares of 1, bytes, or others, whose unit the label says.
+#: Unit of an axis: fractions of 1, bytes, or other numbers, whose unit is in the label.
 AxisUnit = Literal["share", "bytes", "number"]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a diagram.
+    """One line of a plot.
 
-    - `label`: what it is, such as "host".
+    - `label`: its label, such as "host".
     - `x`, `y`: its n points. A `y` that is NaN is a gap.
-    - `color`: the number of its colour. Lines of one colour belong together.
-    - `dash`: the number of its pattern; 0 is solid.
-    - `table`: whose it is, where several have such a line: a rank or a file.
+    - `color`: index of its color. Lines of one color belong together.
+    - `dash`: index of its pattern; 0 is solid.
+    - `table`: its owner if several have such a line: a rank or a file.
 
     Examples:
         >>> from torchrec_embcache.plotting import Line
@@ -40,19 +40,19 @@ class Line:
 
     @property
     def title(self) -> str:
-        """Its label, and whose it is."""
+        """Its label and its owner."""
         return f"{self.label}, {self.table}" if self.table else self.label
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A point of a diagram that matters, such as a budget on a curve.
+    """A highlighted point of a plot, such as a budget on a curve.
 
-    - `label`: what it is, such as "budget of now".
+    - `label`: its label, such as "budget of now".
     - `table`: the title of its line.
-    - `x`, `y`: where it is.
-    - `color`: the number of its colour, as that of its line.
-    - `shape`: the number of its shape. Marks of one label have one shape.
+    - `x`, `y`: its position.
+    - `color`: index of its color, as for its line.
+    - `shape`: index of its shape. Marks with the same label have the same shape.
 
     Examples:
         >>> from torchrec_embcache.plotting import Mark
@@ -70,14 +70,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram.
+    """Data of one plot.
 
-    - `title`: what it shows.
+    - `title`: its title.
     - `x_label`, `y_label`: its axes, with their units.
-    - `lines`, `marks`: its numbers.
-    - `x_unit`, `y_unit`: "share" (of 1, shown in percent), "bytes", or "number".
-    - `x_log`, `y_log`: whether an axis is logarithmic. Numbers that are not above 0 are not on such an axis.
-    - `y_from_zero`: whether another `y` axis begins at 0.
+    - `lines`, `marks`: its data.
+    - `x_unit`, `y_unit`: "share" (a fraction of 1, shown in percent), "bytes", or "number".
+    - `x_log`, `y_log`: if true, the axis is logarithmic. It omits values that are not above 0.
+    - `y_from_zero`: if true, a linear `y` axis starts at 0.
 
     Examples:
         >>> from torchrec_embcache.plotting import Line, Panel
@@ -100,7 +100,7 @@ class Panel:
     y_from_zero: bool = True
 
     def about(self) -> str:
-        """What it shows in a few sentences, for those who do not see it."""
+        """Returns a description of the plot in a few sentences, as alternative text."""
         told = [f"{self.title} ({self.x_label}: {self._range()})."]
         for line in self.lines:
             there = [value for value in line.y if math.isfinite(value)]
@@ -119,7 +119,7 @@ class Panel:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Its numbers as JSON has them. A gap is null."""
+        """Returns its data in a JSON-serializable form. A gap is null."""
         lines = [{**vars(line), "x": _to_json_values(line.x), "y": _to_json_values(line.y)} for line in self.lines]
         return {**vars(self), "lines": lines, "marks": [vars(mark) for mark in self.marks]}
 
@@ -129,7 +129,7 @@ def _to_json_values(values: Iterable[float]) -> list[float | None]:
 
 
 def format_value(value: float, unit: AxisUnit) -> str:
-    """A number as a person reads it."""
+    """Formats a number for display."""
     if unit == "share":
         return f"{100 * value:.3g}%"
     if unit == "bytes":

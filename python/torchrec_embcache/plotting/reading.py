@@ -1,4 +1,4 @@
-"""Files that can be drawn: what each of them is, and its samples or its traffic."""
+"""Reads files that can be plotted: detects their type and parses samples or traffic."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ _EXPECTED = (
 def read_panels(
     paths: Sequence[str | os.PathLike[str]], *, over: HistoryAxis = "auto", tables: Collection[str] = ()
 ) -> list[Panel]:
-    """The diagrams of files: miss ratio curves of what `sizing.write_traffic` wrote, and the history in a file of a `JsonlLogger`.
+    """Returns the panels of files: miss ratio curves for files of `sizing.write_traffic`, and histories for files of a
+    `JsonlLogger`.
 
-    Several files are several ranks, and come into the same diagrams.
+    Several files are treated as several ranks and share the same plots.
 
     Args:
-        paths: of the files. What each one is, is found out.
+        paths: the files. The type of each file is detected.
         over: "step", "time" or "auto", as in `history_panels`.
-        tables: which ones to show, by "<module>/<table>" or by name; all by default.
+        tables: the tables to show, by "<module>/<table>" or by name; all by default.
 
     Raises:
-        CorruptionError: a file is neither of both, or damaged.
+        CorruptionError: a file has neither of the two types, or is corrupted.
         StorageError: a file cannot be read.
-        InputError: there is nothing to show, or a name is not there.
+        InputError: there is nothing to plot, or a name matches no table.
 
     Examples:
         >>> from torchrec_embcache import plotting, sizing
@@ -72,7 +73,7 @@ def read_panels(
 
 
 def _file_labels(paths: Sequence[str]) -> dict[str, str]:
-    """What each file is called: the last part of its path, where no other has the same."""
+    """Returns a label for each file: the last part of its path if unique, else the path."""
     last = [os.path.basename(path) for path in paths]
     return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
 
@@ -91,7 +92,7 @@ def _read_text(path: str) -> str:
 
 
 def _is_traffic(text: str) -> bool:
-    """Whether it begins as an object with `format` does, however it goes on."""
+    """True if the text starts like an object with `format`."""
     return text.lstrip()[:1] == "{" and text.lstrip()[1:].lstrip().startswith('"format"')
 
 
@@ -104,7 +105,7 @@ def _read_traffic(path: str) -> list[TableTraffic]:
 
 
 def _read_samples(path: str, text: str) -> Iterator[Sample]:
-    """The samples of a file. A line that a full disk has cut, and a last line that is not whole yet, are left out."""
+    """Yields the samples of a file. Skips a line truncated by a full disk and an incomplete last line."""
     lines = [line for line in text.split("\n") if line.strip()]
     cut = 0
     for line in lines:

@@ -1,10 +1,10 @@
-"""Read-only tables out of checkpoints, for processes that answer requests, kept up with a trainer that saves deltas.
+"""Read-only serving of checkpoints, optionally following a trainer that publishes incremental checkpoints.
 
     tables = serving.open("ckpt", follow=serving.Follow(poll_seconds=1))
     with tables.pin() as version:  # one checkpoint for all tables of a request
         rows = version["item"].lookup(ids)
 
-`docs/serving.md` is the guide. Only models of TorchRec's need TorchRec, when `replace` puts such tables into them.
+`docs/serving.md` is the guide. TorchRec is required only by `replace`, and only for models with TorchRec modules.
 """
 
 from typing import TYPE_CHECKING, Any

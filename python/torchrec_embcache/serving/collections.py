@@ -1,6 +1,6 @@
-"""TorchRec's collections over tables that are served. They need TorchRec.
+"""TorchRec collections that read served tables. This module requires TorchRec.
 
-Shapes: F features, B samples a batch, N ids, D a table's width, C the sum of the widths of all features.
+Shapes: F features, B samples per batch, N ids, D a table's width, C the sum of the widths of all features.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ServingEmbeddingBagCollection", "ServingEmbeddingCollection", "servi
 
 
 class _ServingCollection(ServingModule):
-    """What both collections share."""
+    """Base of both collections."""
 
     def __init__(self, served: Tables, tables: Sequence[TableRef], configs: list[Any], device: torch.device) -> None:
         super().__init__(served, tables)
@@ -47,16 +47,16 @@ class _ServingCollection(ServingModule):
 
     @property
     def device(self) -> torch.device:
-        """The device of the module that this one replaced. Results are on that of the features."""
+        """The device of the replaced module. Results are on the device of the features."""
         return self._device
 
     def _reorder(self, features: Any, *, weighted: bool) -> KeyedJaggedTensor:
-        """The batch, checked and in the order of the tables' features."""
+        """Returns the batch, checked and in the order of the tables' features."""
         is_plain = isinstance(features, KeyedJaggedTensor) and not (
             features.variable_stride_per_key() or features.inverse_indices_or_none() is not None
         )
         if is_plain and not weighted and features.weights_or_none() is not None:
-            # Weights of a module that is not weighted are clicks, which training counts, or nothing.
+            # Weights of an unweighted module are clicks, which only training counts, or unused.
             features = KeyedJaggedTensor(
                 keys=features.keys(), values=features.values(), lengths=features.lengths(), stride=features.stride()
             )
@@ -67,7 +67,7 @@ class _ServingCollection(ServingModule):
 
 
 class ServingEmbeddingBagCollection(_ServingCollection, EmbeddingBagCollectionInterface):
-    """TorchRec's `EmbeddingBagCollection` over tables that are served: the same batches in, the same `KeyedTensor` out."""
+    """TorchRec's `EmbeddingBagCollection` over served tables: the same batches in, the same `KeyedTensor` out."""
 
     def __init__(
         self,
@@ -89,20 +89,20 @@ class ServingEmbeddingBagCollection(_ServingCollection, EmbeddingBagCollectionIn
         self._widths = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configs of the tables, as the module that this one replaced has them."""
+        """Returns the table configs of the replaced module."""
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Whether features carry weights."""
+        """True if features carry weights."""
         return self._is_weighted
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """The pooled rows of a batch, float32 `(B, C)`, on the device of the batch. It raises as `Table.lookup_pooled` does."""
+        """Returns the pooled rows of a batch, float32 `(B, C)`, on the device of the batch. Raises like `Table.lookup_pooled`."""
         values = self._traced(features) if is_traced(features) else self._pooled(features)
         return KeyedTensor(keys=self._names, values=values, length_per_key=self._widths)
 
     def _traced(self, features: Any) -> Tensor:
-        """What a tracer records: an operator for each feature."""
+        """Builds the graph seen by a tracer: one operator per feature."""
         by_name, parts = features.to_dict(), []
         for place, (config, pooling) in enumerate(zip(self._configs, self._pooling, strict=True)):
             for name in config.feature_names:
@@ -114,7 +114,7 @@ class ServingEmbeddingBagCollection(_ServingCollection, EmbeddingBagCollectionIn
         return torch.cat(parts, dim=1)
 
     def _pooled(self, features: KeyedJaggedTensor) -> Tensor:
-        """Columns of each feature, side by side: [B, C]."""
+        """Pools every feature and concatenates the features along the columns: [B, C]."""
         features = self._reorder(features, weighted=self._is_weighted)
         stride = features.stride()
         ids, bounds = features.values().cpu().numpy(), features.offsets().cpu().numpy().astype(np.int64)
@@ -135,7 +135,7 @@ class ServingEmbeddingBagCollection(_ServingCollection, EmbeddingBagCollectionIn
 
 
 class ServingEmbeddingCollection(_ServingCollection, EmbeddingCollectionInterface):
-    """TorchRec's `EmbeddingCollection` over tables that are served: the same batches in, the same `JaggedTensor`s out."""
+    """TorchRec's `EmbeddingCollection` over served tables: the same batches in, the same `JaggedTensor`s out."""
 
     def __init__(
         self,
@@ -150,27 +150,27 @@ class ServingEmbeddingCollection(_ServingCollection, EmbeddingCollectionInterfac
         self._need_indices = need_indices
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The configs of the tables, as the module that this one replaced has them."""
+        """Returns the table configs of the replaced module."""
         return self._configs
 
     def need_indices(self) -> bool:
-        """Whether results carry their ids as weights."""
+        """True if results carry their ids as weights."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """The width that all tables have."""
+        """Returns the width of all tables."""
         return self._tables[0].dim if self._tables else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The names of the results of each table."""
+        """Returns the result names of each table."""
         return self._names_by_table
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """The rows of each feature's ids, float32 `(N[f], D)`, on the device of the batch. It raises as `Table.lookup` does."""
+        """Returns the rows of each feature's ids, float32 `(N[f], D)`, on the device of the batch. Raises like `Table.lookup`."""
         return self._traced(features) if is_traced(features) else self._lookup_features(features)
 
     def _traced(self, features: Any) -> dict[str, JaggedTensor]:
-        """What a tracer records: an operator for each feature."""
+        """Builds the graph seen by a tracer: one operator per feature."""
         by_name, found = features.to_dict(), {}
         for place, (config, names) in enumerate(zip(self._configs, self._names_by_table, strict=True)):
             for feature, name in zip(config.feature_names, names, strict=True):
@@ -195,7 +195,7 @@ class ServingEmbeddingCollection(_ServingCollection, EmbeddingCollectionInterfac
         }
 
     def _rows(self, version: Version, values: Tensor, counts: list[int]) -> list[Tensor]:
-        """The rows [N[f], D] of each feature."""
+        """Returns the rows [N[f], D] of each feature."""
         ids = values.cpu().numpy()
         found: list[Tensor] = []
         first = begin = 0
@@ -208,7 +208,7 @@ class ServingEmbeddingCollection(_ServingCollection, EmbeddingCollectionInterfac
 
 
 def serving_collection(served: Tables, module: Any, path: str) -> _ServingCollection | None:
-    """What takes the place of a collection of TorchRec's, whose path in the checkpoint is `path`; None for another module."""
+    """Returns the replacement for the TorchRec collection with checkpoint path `path`; None for any other module."""
     if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
         return None
     device = torch.device(module.device)

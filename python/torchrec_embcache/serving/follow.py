@@ -1,4 +1,4 @@
-"""How tables that are served are kept up with the trainer that saves checkpoints."""
+"""Settings for following a trainer that publishes checkpoints."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ OnStale = Literal["serve", "raise"]
 
 @dataclass(frozen=True, kw_only=True)
 class Follow:
-    """How tables are kept up with the trainer that saves checkpoints.
+    """Settings for serving that follows a trainer.
 
-    - `poll_seconds`: a thread looks for a newer checkpoint so often.
-    - `max_staleness_seconds`: what is served is stale when it was published longer ago than this. None: it never is.
-    - `source`: the trainer's directory, where what is served was converted from it (`embcache convert --to serving`): its deltas
-      after that checkpoint are served too, rounded to the precision of the served weights. Nothing is written there. None: newer
-      checkpoints come in the directory that is served.
-    - `on_stale`: whether stale tables "serve" on, or `pin` raises `StaleError` ("raise"). Either way
-      `Tables.stats().staleness_seconds` and the metrics say how old they are.
+    - `poll_seconds`: interval at which a background thread looks for a newer checkpoint.
+    - `max_staleness_seconds`: the served checkpoint is stale once it was published longer ago than this. None: it is never stale.
+    - `source`: the trainer's directory, for a served checkpoint that was converted from it (`embcache convert --to serving`). Later
+      incremental checkpoints in that directory are served too, rounded to the precision of the served weights. Nothing is written
+      there. None: newer checkpoints appear in the served directory.
+    - `on_stale`: "serve" continues to serve stale tables; "raise" makes `pin` raise `StaleError`. In both cases
+      `Tables.stats().staleness_seconds` and the metrics report the age.
 
     Raises `ConfigError` for a value out of range.
 

@@ -1,6 +1,6 @@
-"""The lookups of replaced modules as operators of torch, for what traces a model: torch.compile, torch.export, torch.fx.
+"""Lookups of replaced modules as torch operators, for models under torch.compile, torch.export and torch.fx.
 
-A tracer cannot see the tables that a module reads. A graph names them by the module's key, which is looked up when it runs.
+A tracer cannot see the tables that a module reads. The graph refers to them by the module's key, which is resolved when it runs.
 Shapes: N ids, B bags, D a table's width.
 """
 
@@ -25,10 +25,10 @@ __all__ = ["ModuleReader", "is_traced", "pooled_op", "rows_op"]
 
 
 class ModuleReader:
-    """The tables of a module that is replaced. Copies of the module share it.
+    """The tables of a replaced module. Copies of the module share it.
 
-    Its key is the path of the module in the checkpoint and a number, which no other module that lives has. What is exported names
-    the path alone, so that another process finds its own module there.
+    Its key is the path of the module in the checkpoint and a number that makes the key unique among live modules. An exported graph
+    contains only the path, so that another process resolves it to its own module.
     """
 
     def __init__(self, served: Tables, tables: tuple[TableRef, ...]) -> None:
@@ -41,11 +41,11 @@ class ModuleReader:
 
     @property
     def name(self) -> str:
-        """What a graph that is being made calls it."""
+        """Name of the module in the graph that is being built."""
         return self.path if torch.compiler.is_exporting() else self.key
 
     def table_ref(self, table: str, dim: int) -> TableRef:
-        """A table by its name. `MismatchError` where there is none of this width."""
+        """Returns a table by its name. Raises `MismatchError` if the module has no table of this name and width."""
         found = next((own for own in self.tables if own.pair[1] == table), None)
         if found is None or found.dim != dim:
             there = ", ".join(f"{own.pair[1]!r} of {own.dim} columns" for own in self.tables)
@@ -66,7 +66,7 @@ def _find_reader(key: str) -> ModuleReader:
     found = _READERS.get(key)
     if found is not None:
         return found
-    # Of an exported graph the key is a path: it reads what was put into a model last, as when a newer model takes the place of one.
+    # The key of an exported graph is a path. If several modules have this path, the most recently created one is used.
     readers = [reader for reader in list(_READERS.values()) if reader.path == key]
     if not readers:
         raise StateError(
@@ -77,7 +77,7 @@ def _find_reader(key: str) -> ModuleReader:
 
 
 def is_traced(value: object) -> bool:
-    """Whether what is called with `value` is being traced, and not run."""
+    """True if a call with `value` is being traced rather than run."""
     return isinstance(value, fx.Proxy) or torch.compiler.is_compiling()
 
 
@@ -85,7 +85,7 @@ def is_traced(value: object) -> bool:
 def served_bags(
     ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: str, dim: int, is_mean: bool
 ) -> Tensor:
-    """Pooled rows [B, D] of ids [N] in the bags that offsets [B + 1] make of them."""
+    """Pooled rows [B, D] of ids [N] in the bags given by offsets [B + 1]."""
     reader = _find_reader(key)
     own = reader.table_ref(table, dim)
     flat, bounds = ids_array(ids, "ids", ids.device), ids_array(offsets, "offsets", offsets.device)
@@ -121,14 +121,14 @@ def _(ids: Tensor, key: str, table: str, dim: int) -> Tensor:
 def pooled_op(
     ids: Tensor, offsets: Tensor, weights: Tensor | None, reader: ModuleReader, table: int, *, is_mean: bool
 ) -> Tensor:
-    """What a graph has for pooled rows. The arguments may be a tracer's."""
+    """Adds the operator for pooled rows to a graph. The arguments may be a tracer's proxies."""
     own = reader.tables[table]
     call = torch.ops.torchrec_embcache.served_bags
     return cast(Tensor, call(ids, offsets, weights, reader.name, own.pair[1], own.dim, is_mean))
 
 
 def rows_op(ids: Tensor, reader: ModuleReader, table: int) -> Tensor:
-    """What a graph has for rows. The arguments may be a tracer's."""
+    """Adds the operator for rows to a graph. The arguments may be a tracer's proxies."""
     own = reader.tables[table]
     call = torch.ops.torchrec_embcache.served_rows
     return cast(Tensor, call(ids, reader.name, own.pair[1], own.dim))

@@ -1,4 +1,4 @@
-"""Puts tables that are served into a model, in the places of the modules that it was trained with."""
+"""Replaces the trained modules of a model by modules that read served tables."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def replace(model: Model, tables: Tables, *, modules: Mapping[str, str] | None = None) -> Model | ServingModule:
-    """Let a model read tables that are served: each module that has tables gives way to one that takes and gives the same.
+    """Makes a model read served tables: every module that has tables is replaced by one with the same inputs and outputs.
 
-    These are TorchRec's `EmbeddingBagCollection` and `EmbeddingCollection` and this package's modules, unsharded. Collections of
-    TorchRec's may be made on "meta". A table is found in the checkpoint by the path of its module in the model and by its name, as
-    `Saver` stored it. One forward of the model reads one version, in all of its modules.
+    The replaced modules are TorchRec's `EmbeddingBagCollection` and `EmbeddingCollection` and this package's modules, unsharded.
+    TorchRec collections may be on the "meta" device. A table is found in the checkpoint by the path of its module in the model and
+    by its name, as `Saver` stored it. One forward of the model reads one version in all of its modules.
 
     Args:
-        model: it is changed in place. Its dense part is left alone: load that by torch.
+        model: changed in place. Its dense part is not touched: load it with torch.
         tables: from `serving.open`.
-        modules: the path of a module in the checkpoint by its path in `model`, where these differ. "" is the model itself.
+        modules: maps the path of a module in `model` to its path in the checkpoint, if these differ. "" is the model itself.
 
     Returns:
-        The model; or what takes its place, where the model itself is such a module.
+        The model, or its replacement if the model itself is such a module.
 
     Raises:
-        InputError: the model has no such module, or `modules` names one that it does not have.
+        InputError: the model has no such module, or `modules` names a module that the model does not have.
         MismatchError: the checkpoint does not have a table, or has it with another width.
-        UnsupportedError: a module is sharded, or is weighted and pools by the mean. Nothing was replaced then.
+        UnsupportedError: a module is sharded, or is weighted with mean pooling. Nothing was replaced.
         StateError: the tables are closed.
-        StaleError: they are older than `max_staleness_seconds` allows, and `on_stale` is "raise".
+        StaleError: the served checkpoint is older than `max_staleness_seconds`, and `on_stale` is "raise".
 
     Examples:
         >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -84,7 +84,7 @@ def replace(model: Model, tables: Tables, *, modules: Mapping[str, str] | None =
 
 
 def _find_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules to replace by their paths, those inside others left out. `InputError` and `UnsupportedError`."""
+    """Returns the modules to replace by path, without modules nested in them. Raises `InputError` and `UnsupportedError`."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         inside = any(path.startswith(f"{above}.") or above == "" for above in found)
@@ -117,13 +117,13 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _is_torchrec_module(module_name: str, kind: str, module: nn.Module) -> bool:
-    """Whether a module is of a class of TorchRec's. Where TorchRec was not imported, none is."""
+    """True if a module is an instance of a TorchRec class. Always False if TorchRec was not imported."""
     there = sys.modules.get(f"torchrec.{module_name}")
     return there is not None and isinstance(module, getattr(there, kind))
 
 
 def _checkpoint_paths(paths: dict[str, str], modules: Mapping[str, str] | None) -> dict[str, str]:
-    """The path in the checkpoint of each module, by its path in the model. `paths` has these paths without wrappers."""
+    """Returns the checkpoint path of each module by its path in the model. `paths` has the model paths without wrappers."""
     if not isinstance(modules, Mapping | None):
         raise InputError(f"modules is a {type(modules).__name__}: give paths in the checkpoint by paths in the model")
     renames = dict(modules or {})
@@ -137,7 +137,7 @@ def _checkpoint_paths(paths: dict[str, str], modules: Mapping[str, str] | None) 
 
 
 def _unify_shared_paths(found: dict[str, nn.Module], paths: dict[str, str], modules: Mapping[str, str] | None) -> None:
-    """Give a module that the model has at several paths one path in the checkpoint: that which `modules` says for any of them."""
+    """Assigns one checkpoint path to a module that occurs at several paths of the model: the path that `modules` sets for any."""
     named = set((modules or {}).values())
     for module in {id(module): module for module in found.values()}.values():
         at = [path for path, other in found.items() if other is module]
@@ -152,7 +152,7 @@ def _unify_shared_paths(found: dict[str, nn.Module], paths: dict[str, str], modu
 
 
 def _serving_module(tables: Tables, module: nn.Module, path: str) -> ServingModule:
-    """What takes the place of a module with tables, whose path in the checkpoint is `path`."""
+    """Returns the replacement for a module with tables whose checkpoint path is `path`."""
     if isinstance(module, EmbCacheEmbedding):
         table = TableRef((path, module.table.name), module.embedding_dim)
         return ServingEmbedding(tables, table, module.padding_idx)
@@ -172,24 +172,24 @@ def _serving_module(tables: Tables, module: nn.Module, path: str) -> ServingModu
     )
 
 
-# The versions that forwards of models have pinned: by which hooks, and which; None where the caller had pinned one.
+# Versions pinned by running forwards, with the hooks that pinned them; None if the caller had already pinned a version.
 _FORWARDS: ContextVar[tuple[tuple[object, Version | None], ...]] = ContextVar("forwards", default=())
 
 
 class _VersionHooks:
-    """Hooks of a model that pin one version for all of its modules, from the begin of a forward to its end."""
+    """Hooks that pin one version for all modules of a model during a forward."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
 
     def pin_version(self, *_arguments: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # a graph of torch's has no versions: its operators read the one that is pinned when they run
+            return  # a torch graph has no versions: its operators read the version that is pinned when they run
         version = None if current_version(self.tables) is not None else self.tables.pin().__enter__()
         _FORWARDS.set((*_FORWARDS.get(), (self, version)))
 
     def unpin_version(self, *_arguments: Any) -> None:
-        """Also called after an error, be it one of `before`, which has added nothing then."""
+        """Unpins the version. Also called after an error, including an error of `pin_version`, which then pinned nothing."""
         if torch.compiler.is_compiling():
             return
         forwards = _FORWARDS.get()

@@ -1,4 +1,4 @@
-"""What modules that read tables being served have in common, and the plain PyTorch ones.
+"""Base of the modules that read served tables, and the plain PyTorch modules.
 
 Shapes: N ids, B bags, D a table's width.
 """
@@ -26,9 +26,9 @@ __all__ = ["ServingEmbedding", "ServingEmbeddingBag", "ServingModule", "TableRef
 
 @contextmanager
 def pinned(tables: Tables) -> Iterator[Version]:
-    """The version that the caller has pinned by a `with` statement, or else the one that is served now, until the end of this.
+    """Yields the version that the caller has pinned by a `with` statement, or else pins the latest one for this context.
 
-    `UnsupportedError` where torch.jit.trace records, which would keep the rows of now in the place of lookups.
+    Raises `UnsupportedError` under torch.jit.trace, which would record the rows as constants instead of lookups.
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UnsupportedError(
@@ -44,13 +44,13 @@ def pinned(tables: Tables) -> Iterator[Version]:
 
 @dataclass(frozen=True)
 class TableRef:
-    """A table that a module reads: which of the checkpoint it is, and its width."""
+    """Reference to a table that a module reads: its path in the checkpoint and its width."""
 
     pair: TablePath
     dim: int
 
     def in_version(self, version: Version) -> Table:
-        """This table of a version. `MismatchError` where that has none of this name and width."""
+        """Returns this table of a version. Raises `MismatchError` if the version has no table of this name and width."""
         found = version.by_pair().get(self.pair)
         if found is None:
             listed = ", ".join(sorted(display_name(pair) for pair in version.by_pair())) or "none"
@@ -68,7 +68,7 @@ class TableRef:
 
 
 class ServingModule(nn.Module):
-    """A module that reads tables that are served. It has no parameters, and gives no gradients."""
+    """A module that reads served tables. It has no parameters and computes no gradients."""
 
     def __init__(self, served: Tables, tables: Sequence[TableRef]) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class ServingModule(nn.Module):
                 table.in_version(version)
 
     def extra_repr(self) -> str:
-        """What `print` shows: the tables, and the directory that they are served from."""
+        """Returns the tables and the directory that they are served from."""
         return f"{', '.join(display_name(table.pair) for table in self._tables)}, served from {self.served.path!r}"
 
 
 class ServingEmbedding(ServingModule):
-    """An `EmbCacheEmbedding` over a table that is served: ids of any shape in, float32 `(*, D)` out, on the device of the ids."""
+    """`EmbCacheEmbedding` over a served table: ids of any shape in, float32 `(*, D)` out, on the device of the ids."""
 
     def __init__(self, served: Tables, table: TableRef, padding_idx: int | None) -> None:
         super().__init__(served, [table])
@@ -92,7 +92,7 @@ class ServingEmbedding(ServingModule):
         self.embedding_dim = table.dim
 
     def forward(self, input: Tensor, clicks: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
-        """The row of each id, and zeros where it is `padding_idx`. `clicks` are of training alone, and ignored."""
+        """Returns the row of each id, and zeros for `padding_idx`. `clicks` only affect training and are ignored."""
         del clicks
         ids = ids_array(input, "input", _device_of(input))
         with pinned(self.served) as version:
@@ -103,7 +103,7 @@ class ServingEmbedding(ServingModule):
 
 
 class ServingEmbeddingBag(ServingModule):
-    """An `EmbCacheEmbeddingBag` over a table that is served: the same arguments in, float32 `[B, D]` out."""
+    """`EmbCacheEmbeddingBag` over a served table: the same arguments in, float32 `[B, D]` out."""
 
     def __init__(
         self, served: Tables, table: TableRef, padding_idx: int | None, mode: Pooling, include_last_offset: bool
@@ -121,7 +121,7 @@ class ServingEmbeddingBag(ServingModule):
         per_sample_weights: Tensor | None = None,
         clicks: Tensor | None = None,
     ) -> Tensor:
-        """The sum or the mean of the rows of each bag, without those of `padding_idx`. `clicks` are of training, and ignored."""
+        """Returns the sum or mean of the rows of each bag, without `padding_idx`. `clicks` only affect training and are ignored."""
         del clicks
         device = _device_of(input)
         ids = ids_array(input, "input", device)
@@ -148,6 +148,6 @@ def _device_of(value: object) -> torch.device:
 
 
 def tables_of(model: nn.Module) -> list[Tables]:
-    """The tables that modules of a model read, each once, in the order of the model."""
+    """Returns the tables that the modules of a model read, without duplicates, in the order of the model."""
     served = [module.served for module in model.modules() if isinstance(module, ServingModule)]
     return list({id(tables): tables for tables in served}.values())

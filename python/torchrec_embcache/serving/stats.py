@@ -1,4 +1,4 @@
-"""The counters of a directory of checkpoints that is served, as users see them."""
+"""Counters of a served directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["ServingStats"]
 
 @dataclass(frozen=True)
 class ServingStats:
-    """What `Tables.stats()` gives: counters of this process since `serving.open`.
+    """Result of `Tables.stats()`: counters of this process since `serving.open`.
 
-    - `version`, `seq`: the name of the checkpoint that is served now, and its number.
-    - `staleness_seconds`, `is_stale`: how long ago it was published, and whether that is longer than `Follow` allows.
-    - `polls`, `swaps`, `failed_polls`: how often the directory was looked at, how often a newer version came to be served, and how
-      often that failed, so that the old version serves on.
-    - `last_error`: what the last failure said, until a look succeeds; None where there was none.
-    - `versions`: versions that are served, kept for a rollback, or pinned.
-    - `lookups`, `ids`, `missing`: lookups in tables, ids in them, and those of the ids that have no row.
-    - `cold_rows`: rows whose pages were not seen in memory lately, and were asked for together before rows were taken from them.
-    - `rows`: rows of all tables that are served now.
-    - `overlay_ids`: ids of deltas that the indexes do not cover yet, which are held in the memory of this process.
-    - `shared_index_bytes`: bytes of the indexes that all processes of the machine share.
-    - `private_bytes`: bytes of indexes and of ids of deltas in the memory of this process alone.
+    - `version`, `seq`: name and number of the served checkpoint.
+    - `staleness_seconds`, `is_stale`: time since it was published, and True if that exceeds the limit of `Follow`.
+    - `polls`, `swaps`, `failed_polls`: number of polls of the directory, of switches to a newer version, and of failed polls, after
+      which the previous version continues to be served.
+    - `last_error`: message of the last failed poll, until a poll succeeds; None if there is none.
+    - `versions`: number of versions that are served, kept for a rollback, or pinned.
+    - `lookups`, `ids`, `missing`: number of lookups in tables, of ids in them, and of those ids that have no row.
+    - `cold_rows`: rows whose pages were not known to be in memory and were requested in one batch before the rows were read.
+    - `rows`: rows of all served tables.
+    - `overlay_ids`: ids of incremental checkpoints that the indexes do not cover yet; this process holds them in its own memory.
+    - `shared_index_bytes`: bytes of the indexes shared by all processes of the machine.
+    - `private_bytes`: bytes of indexes and of overlay ids in the private memory of this process.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -60,7 +60,7 @@ class ServingStats:
 
     @classmethod
     def from_native(cls, native: _native.ServingStats, max_staleness_seconds: float | None) -> Self:
-        """From the core's counters. `max_staleness_seconds` is how old what is served may be."""
+        """Converts the native counters. `max_staleness_seconds` is the limit for `is_stale`; None: no limit."""
         counted = {field.name: getattr(native, field.name) for field in fields(cls) if field.name != "is_stale"}
         return cls(
             **counted, is_stale=max_staleness_seconds is not None and native.staleness_seconds > max_staleness_seconds

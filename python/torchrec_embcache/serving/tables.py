@@ -1,4 +1,4 @@
-"""A directory of checkpoints as read-only tables, which follow what a trainer publishes there."""
+"""A directory of checkpoints served as read-only tables, which follow new checkpoints published there."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Tables", "open"]
 
 
 class Tables(CloseOnExitMixin):
-    """A directory of checkpoints that is served, as `serving.open` gives it. Any thread may use it.
+    """A served directory of checkpoints, returned by `serving.open`. It is thread-safe.
 
-    A forked child may use it too. Versions that were pinned before the fork are as they were. At its first use in the child the
-    directory is opened anew, so that the child serves what is newest then, and follows it by a thread of its own.
+    A forked child may use it too. Versions pinned before the fork stay unchanged. The first use in the child reopens the directory,
+    so that the child serves the latest checkpoint and follows the directory with its own thread.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -56,48 +56,49 @@ class Tables(CloseOnExitMixin):
         self._open_native = open_native
         self._open_lock = threading.Lock()
         self._native: _native.TableServer | None = None
-        self._is_opened_here = False  # whether this process opened it
+        self._is_opened_here = False  # True if this process opened it
         self._closed = False
         self._stop: Callable[[], object] = _no_op
         self._open_here()
         _open_servers.add(self)
 
     def pin(self) -> Version:
-        """The version that is served now. It stays as it is until it is let go, by `close()` or a `with` statement.
+        """Pins the served version. It does not change until it is unpinned by `close()` or at the end of a `with` statement.
 
-        Raises `StaleError` where it is older than `max_staleness_seconds` and `on_stale` is "raise", and `StateError` where the
+        Raises `StaleError` if the version is older than `max_staleness_seconds` and `on_stale` is "raise", and `StateError` if the
         tables are closed.
         """
         return Version(self, self._ready().pin())
 
     def poll(self) -> str | None:
-        """Look for a newer checkpoint now. Returns its name where it is served from now on, and None where there is none.
+        """Looks for a newer checkpoint. Returns its name if it is served after this call, and None if there is none.
 
-        Where the newest checkpoint cannot be served, because it is damaged, gone or linked, that is raised, counted and logged. The
-        version of before serves on.
+        If the latest checkpoint cannot be served because it is corrupted, missing or linked, the error is raised, counted and
+        logged, and the previous version continues to be served.
         """
         return self._ready().poll()
 
     def rollback(self) -> str:
-        """Serve the version before the present one again. Returns its name.
+        """Serves the previous version again. Returns its name.
 
-        It stays until a newer checkpoint than the one that was left is published. A process that is forked later opens the newest
-        one again: let it roll back, too, or open it with `at`. Raises `StateError` where no version before is kept.
+        It is served until a checkpoint is published that is newer than the one rolled back from. A process that is forked later
+        opens the latest checkpoint: call `rollback` there too, or open the tables with `at`. Raises `StateError` if no previous
+        version is kept.
         """
         return self._ready().rollback()
 
     def stats(self) -> ServingStats:
-        """Its counters, as they are now."""
+        """Returns the current counters."""
         most = self.follow.max_staleness_seconds if self.follow is not None else None
         return ServingStats.from_native(self._ready().stats(), most)
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._closed
 
     def close(self) -> None:
-        """Follow and serve no longer; harmless twice. Versions that are pinned can be read until they are let go."""
+        """Stops following and serving. Idempotent. Pinned versions can be read until they are unpinned."""
         with self._open_lock:
             self._closed = True
             self._stop()
@@ -110,7 +111,7 @@ class Tables(CloseOnExitMixin):
         return native
 
     def _open_here(self) -> _native.TableServer:
-        """Open the directory in this process, and follow it, where neither was done yet."""
+        """Opens the directory in this process and starts to follow it, unless this was done before."""
         with self._open_lock:
             if self._closed:
                 raise StateError(f"the tables of {self.path} are closed: open them again by serving.open")
@@ -123,14 +124,14 @@ class Tables(CloseOnExitMixin):
             return self._native
 
     def after_fork(self) -> None:
-        """Called in a forked child, which has none of its parent's threads, and may not use what they work with."""
+        """Called in a forked child, which has none of its parent's threads and must not use their state."""
         self._open_lock = threading.Lock()
         if isinstance(self._stop, weakref.finalize):
             self._stop.detach()  # it would keep the parent's versions
         self._stop, self._is_opened_here = _no_op, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The same tables: a copy of a model reads what the model reads."""
+        """Returns the same tables: a copy of a model reads the same tables as the model."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -144,7 +145,7 @@ class Tables(CloseOnExitMixin):
 
 
 def _no_op() -> None:
-    """What ends the thread of tables that have none."""
+    """The stop function of tables that have no thread."""
 
 
 _open_servers: weakref.WeakSet[Tables] = weakref.WeakSet()
@@ -169,36 +170,36 @@ def open(  # noqa: A001  # the specification's name: serving.open
     preload: bool = False,
     verify: bool = False,
 ) -> Tables:
-    """Serve the tables of a directory of checkpoints, as `Saver` writes it, of any number of ranks.
+    """Serves the tables of a directory of checkpoints written by `Saver`, of any number of ranks.
 
-    Nothing of a trainer is needed. Rows are read from the checkpoint's own files, which processes of a machine share. An index of
-    about 17 bytes a row lies beside them. Where it is not there yet, it is made now, by one process for all; `embcache index` makes
-    it ahead.
+    Serving needs nothing from the trainer. Rows are read from the checkpoint's own files, which processes of a machine share. An
+    index of about 17 bytes per row is stored next to them. If it does not exist, one process builds it for all during this call;
+    `embcache index` builds it in advance.
 
     Args:
-        path: of the directory. Where it cannot be written, the index is kept in memory.
-        at: the name or the number of one checkpoint, which is served for good. None: the newest.
-        host_bytes: the most memory that this process may take of its own, for indexes that cannot be shared and for deltas, such as
-            "2GiB". None: what it needs.
-        follow: how newer checkpoints are taken up. None: only `Tables.poll` does.
-        path_checks: the rules for the directories, as those of `Saver`. "trusted" accepts volumes that others may write to.
-        missing: what ids without a row read: "zeros", a number for every column, "initial", the values that a row would be born
-            with, or "oov", the row that ids share which were refused one. None: what evaluation reads in training, as far as the
-            checkpoint says it.
-        preload: read the weights of all rows into memory before a checkpoint is served, in huge pages where the system has them.
-            Give it where they fit there: no lookup waits for the disk then, and lookups are faster. False: rows are read as they
-            are asked for.
-        verify: read all rows and hold them against their checksums before a checkpoint is served, as a load does. False: that is
-            done by the process that makes an index, and for deltas that the index does not cover. What has its index is served
-            unread.
+        path: the directory. If it is not writable, the index is kept in memory.
+        at: name or number of the only checkpoint to serve. None: the latest.
+        host_bytes: limit for the private memory of this process, used by indexes that cannot be shared and by incremental
+            checkpoints, such as "2GiB". None: no limit.
+        follow: settings for following newer checkpoints. None: only `Tables.poll` looks for them.
+        path_checks: the rules for the directories, as for `Saver`. "trusted" accepts volumes that other users may write to.
+        missing: the value read for ids without a row: "zeros", a number for every column, "initial" (the initial value of a new
+            row), or "oov" (the row shared by ids that were not admitted). None: the same as evaluation in training, as far as the
+            checkpoint contains that setting.
+        preload: reads the weights of all rows into memory before a checkpoint is served, in huge pages if the system has them. Use
+            it if they fit: lookups are faster and never wait for the disk. False: rows are read on demand.
+        verify: reads all rows and verifies them against their checksums before a checkpoint is served, like a load. False: only the
+            process that builds an index verifies the rows, and incremental checkpoints that the index does not cover are verified;
+            a checkpoint that has its index is served without reading all rows.
 
     Raises:
-        PathError: `path` has a scheme such as "s3://", or is a checkpoint itself; or there is no such directory, no checkpoint in
-            it, or not the one that `at` names.
-        StoragePermissionError: it may not be read.
-        MismatchError: the checkpoint is a linked one. The message has the command that makes one that can be served.
-        CorruptionError: the checkpoint is damaged, as far as it is read (see `verify`).
-        CapacityError: what is needed passes `host_bytes`.
+        PathError: `path` has a scheme such as "s3://" or is itself a checkpoint; or the directory, a checkpoint in it, or the
+            checkpoint named by `at` does not exist.
+        StoragePermissionError: the directory is not readable.
+        MismatchError: the checkpoint is a linked checkpoint. The message contains the command that converts it into one that can be
+            served.
+        CorruptionError: the checkpoint is corrupted, as far as it is read (see `verify`).
+        CapacityError: the required memory exceeds `host_bytes`.
         ConfigError: a setting is out of range or contradicts another.
 
     Examples:
@@ -240,7 +241,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
     )
 
     def open_native() -> _native.TableServer:
-        # A forked child opens them anew: a directory that was opened before a fork is its parent's.
+        # A forked child reopens them: a directory handle opened before a fork belongs to the parent.
         trainer = None if source is None else open_to_load(source, path_checks)
         return _native.TableServer(open_to_load(root, path_checks), source=trainer, **settings)
 
@@ -248,7 +249,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
 
 
 def _check_not_a_checkpoint(path: str) -> None:
-    """`PathError` where `path` is one checkpoint, and not the directory that it lies in."""
+    """Raises `PathError` if `path` is a checkpoint rather than the directory that contains checkpoints."""
     above, name = os.path.split(path)
     if os.path.isfile(os.path.join(path, "manifest.json")) and not os.path.exists(os.path.join(path, "LATEST")):
         raise PathError(

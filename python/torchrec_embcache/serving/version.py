@@ -1,4 +1,4 @@
-"""One checkpoint that is served, its tables, and their rows.
+"""A served checkpoint, its tables, and their rows.
 
 Shapes: N ids, B bags, D a table's width.
 """
@@ -29,18 +29,18 @@ I64 = NDArray[np.int64]
 Pooling = Literal["sum", "mean"]
 
 _CPU = torch.device("cpu")
-# The dtype in which rows are stored, by the precision of the checkpoint. A row of int8 is its codes, its scale and its bias.
+# The dtype of stored rows by the precision of the checkpoint. An int8 row consists of its codes, its scale and its bias.
 _STORED_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
-# The versions of `with` statements that this task or thread is in, the innermost last.
+# The versions of the `with` statements that this task or thread is in, innermost last.
 _PINNED: ContextVar[tuple[Version, ...]] = ContextVar("pinned versions", default=())
 
 
 class Rows(Tensor):
-    """The rows of N ids: a tensor [N, D] on the CPU, and `found`, bool [N], which says of each id whether it has a row.
+    """The rows of N ids: a tensor [N, D] on the CPU, and `found`, bool [N], True for each id that has a row.
 
-    As they are stored in int8 they are [N, D + 4].
+    Rows in their stored int8 form are [N, D + 4].
 
-    Where `found` is False the row is what ids without one read. What torch computes from it is a plain tensor.
+    If `found` is False, the row is the value read for missing ids. Results that torch computes from rows are plain tensors.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -57,48 +57,48 @@ class Rows(Tensor):
         tensor([3., 0.])
     """
 
-    # As torch's Parameter has it: operations see a plain tensor, and cost no more for it.
+    # Like torch's Parameter: operations see a plain tensor, without overhead.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
 
     found: Tensor
 
     def __new__(cls, values: Tensor, found: Tensor) -> Self:
-        """They have the memory of `values`."""
+        """Returns rows that share the memory of `values`."""
         rows = values.as_subclass(cls)
         rows.found = found
         return rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Rows of their own, with what was found."""
+        """Returns a copy of the rows and of `found`."""
         copied = type(self)(self.as_subclass(Tensor).clone(), copy.deepcopy(self.found, memo))
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: object) -> tuple[type[Self], tuple[Tensor, Tensor]]:
-        """Pickled as rows with what was found."""
+        """Pickles the rows together with `found`."""
         return type(self), (self.as_subclass(Tensor), self.found)
 
 
 class _VersionHandle:
-    """A version of the core, until it is let go. Tables know this and not the `Version`: a cycle would wait for the collector."""
+    """A native version until it is unpinned. Tables reference it instead of `Version` to avoid a reference cycle."""
 
     def __init__(self, native: _native.ServedVersion) -> None:
         self.name = native.name
         self.native: _native.ServedVersion | None = native
 
     def get(self) -> _native.ServedVersion:
-        """The version. `StateError` where it was let go."""
-        native = self.native  # another thread may let it go
+        """Returns the version. Raises `StateError` if it is unpinned."""
+        native = self.native  # another thread may unpin it
         if native is None:
             raise StateError(f"version {self.name} was let go: pin one anew by Tables.pin()")
         return native
 
 
 class Table:
-    """One table of a version: rows of ids, read-only. `Version` gives it, and it can be used until that version is let go.
+    """One table of a version: read-only rows. It is obtained from a `Version` and is usable until that version is unpinned.
 
-    `name`, `module` (the path that its module had in the trainer's model), `dim` (D) and `rows` are as the checkpoint says. `dtype`
-    is that in which its rows are stored: torch.float32, or what `embcache convert --precision` made of it.
+    `name`, `module` (the path of its module in the trainer's model), `dim` (D) and `rows` are read from the checkpoint. `dtype` is
+    the dtype of the stored rows: torch.float32, or the precision chosen by `embcache convert --precision`.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -124,7 +124,7 @@ class Table:
 
     @property
     def found(self) -> Tensor:
-        """Of each id of this thread's last `lookup` in this table whether it has a row: bool [N]. The rows have the same.
+        """For each id of this thread's last `lookup` in this table, True if it has a row: bool [N]. The returned rows have it too.
 
         Raises:
             StateError: there was no such lookup, or it failed.
@@ -137,21 +137,21 @@ class Table:
         return found
 
     def lookup(self, ids: IdsLike, dtype: torch.dtype = torch.float32) -> Rows:
-        """The rows of ids [N]: float32 [N, D], and `found`, bool [N].
+        """Returns the rows of ids [N]: float32 [N, D], and `found`, bool [N].
 
         Args:
-            ids: an int64 or int32 tensor on the CPU, an array or a list of integers; any may be repeated.
-            dtype: torch.float32, or the table's `dtype` for rows as they are stored, in fewer bytes. Those of torch.uint8 are
-                [N, D + 4]: a code for each weight, then the row's scale and its bias in float16, as FBGEMM's
-                `FusedNBitRowwiseQuantizedSBHalfToFloat` reads them.
+            ids: an int64 or int32 CPU tensor, an array or a list of integers; ids may be repeated.
+            dtype: torch.float32, or the table's `dtype` for rows in their smaller stored form. Rows of torch.uint8 are [N, D + 4]:
+                a code for each weight, then the row's scale and bias in float16, as expected by FBGEMM's
+                `FusedNBitRowwiseQuantizedSBHalfToFloat`.
 
         Raises:
-            InputError: `ids` are no such integers, or have another shape; `dtype` is none of these two, or cannot hold what an id
-                without a row reads.
-            StateError: the version was let go.
-            CorruptionError: the file that holds a row was truncated, which is noticed where its page is read from the disk. A row
-                whose page was in memory lately is read without a check, and the system ends the process with SIGBUS
-                (docs/serving.md, "Memory, and the first start").
+            InputError: `ids` are not such integers or have another shape; `dtype` is neither of these two, or cannot represent the
+                value of missing ids.
+            StateError: the version is unpinned.
+            CorruptionError: the file that contains a row was truncated, which is detected when its page is read from disk. A row
+                whose page was recently in memory is read without a check; in that case the OS kills the process with SIGBUS
+                (docs/serving-operations.md, "Memory and the first start").
             StorageError: a row cannot be read.
 
         Examples:
@@ -176,7 +176,7 @@ class Table:
         return rows
 
     def lookup_array(self, ids: I64) -> Rows:
-        """As `lookup`, of an int64 array [N]."""
+        """Like `lookup`, for an int64 array [N]."""
         values, found = (
             torch.empty(len(ids), self.dim, dtype=torch.float32, device="cpu"),
             torch.empty(len(ids), dtype=torch.bool, device="cpu"),
@@ -193,21 +193,21 @@ class Table:
     def lookup_pooled(
         self, ids: IdsLike, offsets: IdsLike, pooling: Pooling = "sum", per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """The sums or the means of the rows of bags: float32 [B, D]. An empty bag gives zeros.
+        """Returns the sums or means of the rows of bags: float32 [B, D]. An empty bag yields zeros.
 
         Args:
-            ids: [N], of all bags, one bag after the other.
-            offsets: [B + 1], where each bag begins in `ids`, and at last N, as `KeyedJaggedTensor.offsets()` has them.
+            ids: [N], the ids of all bags, concatenated.
+            offsets: [B + 1], the start of each bag in `ids`, and N as the last value, like `KeyedJaggedTensor.offsets()`.
             pooling: "sum" or "mean".
-            per_sample_weights: float32 [N], which multiply the rows. Only with "sum".
+            per_sample_weights: float32 [N], factors of the rows. Only with "sum".
 
         Raises:
-            InputError: the arguments do not fit each other.
+            InputError: the arguments do not match each other.
             ConfigError: another `pooling`, or weights with "mean".
-            StateError: the version was let go.
-            CorruptionError: the file that holds a row was truncated, which is noticed where its page is read from the disk. A row
-                whose page was in memory lately is read without a check, and the system ends the process with SIGBUS
-                (docs/serving.md, "Memory, and the first start").
+            StateError: the version is unpinned.
+            CorruptionError: the file that contains a row was truncated, which is detected when its page is read from disk. A row
+                whose page was recently in memory is read without a check; in that case the OS kills the process with SIGBUS
+                (docs/serving-operations.md, "Memory and the first start").
             StorageError: a row cannot be read.
 
         Examples:
@@ -232,7 +232,7 @@ class Table:
         return self.pool_array(flat, bounds, pooling, weights)
 
     def pool_array(self, ids: I64, offsets: I64, pooling: Pooling, weights: NDArray[np.float32] | None) -> Tensor:
-        """As `lookup_pooled`, of arrays that were checked."""
+        """Like `lookup_pooled`, for arrays that were already checked."""
         out = torch.empty(len(offsets) - 1, self.dim, dtype=torch.float32, device="cpu")
         self._ready().lookup_pooled(ids, offsets, pooling, weights, out.numpy())
         return out
@@ -253,12 +253,12 @@ class Table:
 
 
 class Version(CloseOnExitMixin):
-    """One checkpoint, with all its tables, as `Tables.pin` gives it. Nothing that is published meanwhile changes it.
+    """A checkpoint with all its tables, returned by `Tables.pin`. Checkpoints published later do not change it.
 
-    `name` is the checkpoint's, and `published` says when that was published, in seconds since 1970. At the end of a `with`
-    statement, or by `close()`, it is let go: what no one has pinned is freed once a newer version is served. Inside the statement
-    every module that `serving.replace` made of the same tables reads this version, where it runs in the same thread or task:
-    `asyncio.to_thread` takes the statement along, an executor's `submit` does not.
+    `name` is the checkpoint's name and `published_at` the time of its publication, in seconds since 1970. `close()` or the end of a
+    `with` statement unpins it; an unpinned version is freed once a newer version is served. Inside the `with` statement, every
+    module that `serving.replace` created for the same tables reads this version if it runs in the same thread or task:
+    `asyncio.to_thread` inherits the statement, an executor's `submit` does not.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -282,21 +282,21 @@ class Version(CloseOnExitMixin):
 
     @property
     def published_at(self) -> float:
-        """When the checkpoint was published, in seconds since 1970."""
+        """Time at which the checkpoint was published, in seconds since 1970."""
         return self._handle.get().published_at
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it was not let go yet."""
+        """True until it is unpinned."""
         return self._handle.native is not None
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """Every table, in the order of the checkpoint."""
+        """All tables, in the order of the checkpoint."""
         return tuple(self.by_pair().values())
 
     def by_pair(self) -> dict[tuple[str, str], Table]:
-        """Every table by the path of its module and its name."""
+        """Returns all tables by module path and name."""
         native, found = self._handle.get(), self._by_pair
         if found is None:
             found = {(table.module, table.name): self._table_for(table) for table in native.tables()}
@@ -305,11 +305,13 @@ class Version(CloseOnExitMixin):
         return found
 
     def _table_for(self, table: _native.ServedTable) -> Table:
-        """One object for a table, whatever names it."""
+        """Returns the same object for every access to a table."""
         return self._tables.setdefault((table.module, table.name), Table(self._handle, table))
 
     def __getitem__(self, name: str) -> Table:
-        """A table by its name, or by "module/name". `MismatchError`, which lists the tables, where there is none or several."""
+        """Returns a table by its name or by "module/name". Raises `MismatchError`, which lists the tables, if none or several
+        match.
+        """
         found = self._named.get(name)
         if found is None:
             if not isinstance(name, str):
@@ -319,12 +321,12 @@ class Version(CloseOnExitMixin):
         return found
 
     def _clear_if_closed(self) -> None:
-        """Tables that were made while another thread let the version go would keep its files."""
+        """Drops tables created while another thread unpinned the version: they would keep its files open."""
         if not self.is_pinned:
             self.close()
 
     def close(self) -> None:
-        """Let the version go; harmless twice. Its tables refuse use from then on."""
+        """Unpins the version. Idempotent. Its tables raise `StateError` afterwards."""
         self._handle.native = None
         self._tables.clear()
         self._named.clear()
@@ -355,15 +357,15 @@ def _copy_error(name: str) -> StateError:
 
 
 def current_version(tables: object) -> Version | None:
-    """The version of these tables whose `with` statement the caller is in, if there is one."""
-    # One that was let go in another thread or task than that which pinned it is still there.
+    """Returns the version of these tables whose `with` statement encloses the caller; None if there is none."""
+    # A version that was unpinned by another thread or task is still in the list.
     return next(
         (version for version in reversed(_PINNED.get()) if version.server is tables and version.is_pinned), None
     )
 
 
 def _flat_ids(field: str, ids: IdsLike) -> I64:
-    """Integers [N] of 64 bits as an array. `InputError`, which names `field`, for anything else."""
+    """Converts to a 1-D array of 64-bit integers [N]. Raises `InputError`, which names `field`, for anything else."""
     given = ids if isinstance(ids, Tensor) else _array(field, ids)
     if given.ndim != 1:
         raise InputError(f"{field} has shape {list(given.shape)}: give one dimension, as by .reshape(-1)")
@@ -373,7 +375,7 @@ def _flat_ids(field: str, ids: IdsLike) -> I64:
         raise InputError(
             f"{field} has dtype {given.dtype}: give integers, as an int64 tensor or array or a list of int"
         )
-    # An id is any 64 bits, so that those of a uint64 array are kept.
+    # Ids are arbitrary 64-bit patterns, so a uint64 array keeps its bits.
     return np.ascontiguousarray(given).astype(np.int64, casting="unsafe", copy=False)
 
 

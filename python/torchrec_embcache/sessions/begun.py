@@ -1,4 +1,4 @@
-"""What a save has begun, and has to undo where it does not end well."""
+"""Abandons an unfinished save after an error."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _log = logging.getLogger("torchrec_embcache.saver")
 
 
 class _Abandonable(Protocol):
-    """What the core begins."""
+    """A native object of an unfinished save."""
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Removes the files written so far."""
 
 
 N = TypeVar("N", bound=_Abandonable)
 
 
 class AbandonOnError(Generic[N]):
-    """As a block: abandons what the core began where the block is left by an error or an interrupt."""
+    """A context manager that abandons the native save if the block is left by an error or an interrupt."""
 
     def __init__(self) -> None:
-        # One assignment sets it: wherever an interrupt comes, either this has it, or it ended and a later save sweeps what it left.
+        # Set by one assignment: after an interrupt, either this field has the save or a later save removes its files.
         self._native: N | None = None
 
     def __enter__(self) -> Self:
@@ -40,9 +40,9 @@ class AbandonOnError(Generic[N]):
             self.abandon()
 
     def abandon(self) -> None:
-        """Remove what was begun, if it is not published. Harmless twice.
+        """Removes the save if it is not published. Idempotent.
 
-        The error that ended the save is on its way to the caller, so an error of the removal is only logged.
+        The error that ended the save is already propagating to the caller, so an error of the removal is only logged.
         """
         begun, self._native = self._native, None
         if begun is None:

@@ -1,4 +1,4 @@
-"""A shard's part of a block-level save from its beginning to its publication."""
+"""One shard's part of a RecIS-format save, from its creation to its publication."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _log = logging.getLogger("torchrec_embcache.serialize")
 
 
 class RecisSession(AbandonOnError[_native.RecisSave]):
-    """One shard's part of a save. The shard that ends last publishes the save; until then a load finds the one before.
+    """One shard's part of a save. The last shard to finish publishes the save; until then a load finds the previous save.
 
-    As a block it gives the part up where the block is left by an error or an interrupt. The order of calls: `begin` or
-    `begin_on_all_ranks`, `open_files`, `append` and `append_rows` for each block in its order, `publish`.
+    As a context manager it abandons the part after an error or an interrupt. Order of calls: `begin` or `begin_on_all_ranks`,
+    `open_files`, `append` and `append_rows` for each block in order, `publish`.
     """
 
     def __init__(self, directory: CheckpointDirectory, shard: int, shards: int, steps: Mapping[str, int]) -> None:
-        """`steps`: of the tables that the shards save, by which shards that cannot agree know their save."""
+        """`steps`: steps of the tables to save, by which shards without a common process group identify their save."""
         super().__init__()
         self._directory, self._shard, self._shards = directory, shard, shards
         self._steps = [_native.TableStep(name, step) for name, step in steps.items()]
 
     def begin(self) -> None:
-        """Join the newest save that waits for this shard and saw the tables at the same steps, or begin one."""
+        """Joins the latest save that waits for this shard and has the tables at the same steps, or starts a new save."""
         self._native = _native.RecisSave.join_or_begin(
             self._directory, self._shard, self._shards, self._steps, secrets.randbits(64)
         )
 
     def begin_on_all_ranks(self, ranks: Ranks) -> None:
-        """Begin a save on the first rank, and join it on the others. Collective."""
+        """Starts a save on the first rank and joins it on the others. Collective."""
         name = ranks.gather(self._begin_new if ranks.rank == 0 else str)[0]
         ranks.gather(lambda: self._join(name))
 
@@ -58,19 +58,21 @@ class RecisSession(AbandonOnError[_native.RecisSave]):
         return self._native
 
     def open_files(self, parallel: int, blocks: Sequence[_native.RecisBlockSpec]) -> None:
-        """Make the data files of the shard's blocks, `parallel` at most, which as many threads write."""
+        """Creates the data files of the shard's blocks, at most `parallel`; each file is written by its own thread."""
         self._save.open_files(parallel, list(blocks))
 
     def append(self, block: int, data: NDArray[np.uint8]) -> None:
-        """Add bytes to the block of that number. Any thread; to one block one after the other."""
+        """Appends bytes to the block with that index. Callable from any thread; calls for one block must not overlap."""
         self._save.append(block, data)
 
     def append_rows(self, block: int, rows: NDArray[np.uint8], order: NDArray[np.int64]) -> None:
-        """Add rows [n, bytes of a row] to the block, in this order."""
+        """Appends rows [n, row bytes] to the block, in the given order."""
         self._save.append_rows(block, rows, order)
 
     def publish(self, tables: Sequence[_native.RecisWrittenTable]) -> bool:
-        """Make the blocks durable and write the shard's manifest; whether this was the last shard, which publishes the save."""
+        """Makes the blocks durable and writes the shard's manifest. Returns True if this was the last shard, which publishes the
+        save.
+        """
         saved = self._save.publish(list(tables))
         self._native = None
         for what in saved.cleanup_errors:

@@ -1,4 +1,4 @@
-"""The time of tables: what a user gives as the time of the events that are trained, in place of the system's."""
+"""Event time of tables: a time set by the user instead of the system time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["set_time"]
 
 
 def set_time(model: nn.Module, seconds: float) -> None:
-    """Say what time it is for the rules in seconds of all tables of `model`, from now on until the next call. Collective.
+    """Sets the event time that the rules in seconds of all tables of `model` use until the next call. Collective.
 
-    Without it the time is the system's. With it, it is that of the events which are trained next: call it before the first step,
-    and then before each step, or as often as time is to go on. Every rank calls it between the same two steps. Where ranks give
-    different times the greatest counts, on all of them. A table that was loaded keeps the last time until the next call.
-    Time does not go back, so a time that was too great by mistake cannot be taken back.
+    Without it, tables use the system time. The event time is the time of the events that are trained next: call this before the
+    first step and then before each step, or as often as time is to advance. Every rank calls it between the same two steps. If
+    ranks pass different times, the greatest applies on all of them. A loaded table keeps its last time until the next call. Time
+    never decreases, so a time that was too great cannot be corrected.
 
     Args:
-        model: the model. Tables whose `eviction` has no `Ttl(seconds=...)` have no time, and are left as they are.
-        seconds: since whatever the times begin with, such as 1970; from 0 to 2^52. Thousandths count.
+        model: the model. Tables whose `eviction` has no `Ttl(seconds=...)` have no time and are not changed.
+        seconds: seconds since any fixed origin, such as 1970; from 0 to 2^52, with millisecond resolution.
 
-    Raises on every rank, whichever rank has the error, and no table has another time then:
-        InputError: `seconds` is no such number, is before the time of a table's last step or the one that was set
-            last, or `model` has no cache module.
-        StateError: a table is closed or cannot be used.
+    Raises on every rank, regardless of the rank with the error, and then no table's time has changed:
+        InputError: `seconds` is not such a number, or is before the time of a table's last step or the last time that was set; or
+            `model` has no cache module.
+        StateError: a table is closed or unusable.
 
     Examples:
         >>> import torch

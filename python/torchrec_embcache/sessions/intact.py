@@ -1,4 +1,4 @@
-"""The newest checkpoint of a directory that is whole, where a newer one is damaged."""
+"""Finds the latest intact checkpoint of a directory in which newer checkpoints may be corrupted."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CHECKPOINT_NAME = re.compile(r"\d{10,20}-[0-9a-f]{16}")
 
 
 def find_intact(directory: CheckpointDirectory, newest: str | None) -> tuple[str, dict[str, str]]:
-    """The newest checkpoint that is whole, no newer than `newest` (by default the newest), and why those that are newer are not.
+    """Returns the latest intact checkpoint, no newer than `newest` (default: the latest), and the reason for each skipped one.
 
-    All rows are read for that. `CorruptionError` where none is whole; `PathError` where there is none.
+    Reads all rows. Raises `CorruptionError` if no checkpoint is intact, and `PathError` if there is none.
     """
     skipped: dict[str, str] = {}
     below = None if newest is None else _base_names(directory, newest)
@@ -41,11 +41,11 @@ def find_intact(directory: CheckpointDirectory, newest: str | None) -> tuple[str
         try:
             rows = _native.CheckpointRows(directory, name)
             manifest = json.loads(rows.manifest())
-            # A delta may build on a merged checkpoint of a higher number. Others of higher numbers are newer.
+            # A delta may be based on a merged checkpoint with a higher number. All others with higher numbers are newer.
             if is_newer and ("merged" not in manifest or (below is not None and name not in below)):
                 continue
             _verify_rows(rows, manifest)
-        except (CorruptionError, StorageError) as error:  # a file that is missing is one of storage
+        except (CorruptionError, StorageError) as error:  # a missing file raises StorageError
             if not is_newer:
                 skipped[name] = str(error)
             continue
@@ -56,7 +56,7 @@ def find_intact(directory: CheckpointDirectory, newest: str | None) -> tuple[str
 
 
 def _base_names(directory: CheckpointDirectory, name: str) -> set[str]:
-    """The names of the checkpoints that `name` builds on, as far as manifests say."""
+    """Returns the names of the checkpoints that `name` is based on, as far as the manifests are readable."""
     found: set[str] = set()
     while _is_complete(directory, name):
         try:
@@ -83,7 +83,7 @@ def _checkpoint_number(name: str) -> int:
 
 
 def _verify_rows(rows: _native.CheckpointRows, manifest: dict[str, Any]) -> None:
-    """Read all rows of a checkpoint, and of those it builds on. It raises what a load of it would raise."""
+    """Reads all rows of a checkpoint and of its base checkpoints. Raises the same errors as a load."""
     for entry in manifest["tables"]:
         spec = entry["spec"]
         rows.read(spec["module"], spec["table"], 0, spec["total_num_buckets"], None)

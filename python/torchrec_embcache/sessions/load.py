@@ -1,4 +1,4 @@
-"""A checkpoint that is read from its opening on, and tables that refuse use while their rows are replaced."""
+"""Load of a checkpoint, and tables that are unusable while their rows are replaced."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ __all__ = ["LoadSession", "LoadingTables", "open_newest", "release"]
 
 _log = logging.getLogger("torchrec_embcache.saver")
 
-# A load begins again where a save replaced what it was about to read. Each time means a save that was completed meanwhile.
+# A load starts again if a save replaced the checkpoint before it was opened. Each retry means that a save was completed.
 MAX_ATTEMPTS = 100
 
 
 class _Releasable(Protocol):
-    """What keeps saves from removing a checkpoint."""
+    """An object that prevents saves from removing a checkpoint."""
 
     def release(self) -> None:
-        """Nothing more is read. Harmless twice."""
+        """Allows saves to remove the checkpoint; no more reads follow. Idempotent."""
 
 
 T = TypeVar("T", bound=_Releasable | None)
 
 
 class _LoadCounts(NamedTuple):
-    """The rows of one table on one rank: how many were read, and how many of those the full table dropped."""
+    """Rows of one table on one rank: the number read, and the number of those dropped because the table was full."""
 
     rows: int
     dropped: int
 
 
 class LoadingTables:
-    """Tables whose rows are replaced in a block: they refuse use (`StateError` with `reason`) until the block has succeeded.
+    """A context manager for tables whose rows are replaced: they raise `StateError` with `reason` until the block succeeds.
 
-    Where it is left by an error or an interrupt before it changed any of them, they are as before. `by_all_ranks`: ranks replace
-    their rows together, and an error that all raise leaves the tables of all refusing use.
+    If an error or an interrupt leaves the block before any table has changed, the tables become usable again. With `by_all_ranks`,
+    ranks replace their rows together, and an error that all ranks raise leaves the tables of all ranks unusable.
     """
 
     def __init__(self, tables: Iterable[TableShard], reason: str, *, by_all_ranks: bool = False) -> None:
-        # The reason names a directory, whose path may be no UTF-8.
+        # The reason contains a path, which may not be valid UTF-8.
         self._reason = reason.encode(errors="backslashreplace").decode()
         self._by_all_ranks = by_all_ranks and is_distributed()
         self._before = [(table, table.unusable, table.native, table.native.version()) for table in tables]
 
     @property
     def has_changes(self) -> bool:
-        """Whether the contents of any of the tables are others than before."""
+        """True if the contents of any of the tables have changed."""
         return any(
             table.native_or_none is not native or native.is_closed() or native.version() != version
             for table, _, native, version in self._before
@@ -79,7 +79,7 @@ class LoadingTables:
         try:
             for table, *_ in self._before:
                 table.set_unusable(self._reason)
-            return self  # within, or an interrupt here would come neither to the lines below nor to __exit__
+            return self  # inside the try, or an interrupt here would reach neither the except clause nor __exit__
         except BaseException:
             self._restore()
             raise
@@ -105,11 +105,11 @@ def open_newest(
     *,
     newest: bool = True,
 ) -> tuple[CheckpointDirectory, str, T]:
-    """The directory, the name, and what `open_checkpoint` gives for both. Collective.
+    """Returns the directory, the checkpoint name, and the result of `open_checkpoint` for both. Collective.
 
-    `find` gives a directory and the name of a checkpoint on each rank; all ranks open the one that the first rank finds. Where a
-    save replaces the checkpoint before every rank has opened it this begins again with the next, if the `newest` is wanted and not
-    one that was asked for by its name. After an error nothing is held open.
+    `find` returns a directory and the name of a checkpoint on each rank; all ranks open the one found by the first rank. If a save
+    replaces the checkpoint before every rank has opened it, this retries with the next one, provided that the `newest` is requested
+    rather than a checkpoint by name. After an error, nothing stays open.
     """
     path = ""
     for _ in range(MAX_ATTEMPTS):
@@ -151,14 +151,14 @@ def open_newest(
 
 
 def release(opened: Iterable[_Releasable | None]) -> None:
-    """Let saves remove what was opened."""
+    """Allows saves to remove the opened checkpoints."""
     for each in opened:
         if each is not None:
             each.release()
 
 
 def _was_replaced(directory: CheckpointDirectory, name: str, error: EmbCacheError) -> bool:
-    """Whether `error`, of opening the checkpoint `name`, only says that a save replaced it meanwhile."""
+    """True if `error`, raised while opening the checkpoint `name`, was caused by a save that replaced it."""
     if _native.latest_checkpoint(directory) == name:
         return False
     _log.info("%s was replaced before it was open (%s): opening the newest again", name, error)
@@ -166,7 +166,7 @@ def _was_replaced(directory: CheckpointDirectory, name: str, error: EmbCacheErro
 
 
 def _raise_if_removed(directory: CheckpointDirectory, name: str, error: EmbCacheError) -> None:
-    """`PathError` where opening the checkpoint that was asked for by its name failed because it is not there."""
+    """Raises `PathError` if a checkpoint requested by name could not be opened because it does not exist."""
     if not directory.contains(name):
         raise PathError(
             f"there is no checkpoint {name} in {directory}: a later save may have removed it; save with a greater keep=, or leave "
@@ -175,17 +175,17 @@ def _raise_if_removed(directory: CheckpointDirectory, name: str, error: EmbCache
 
 
 class LoadSession:
-    """A checkpoint, the newest or the one named, that is loaded into tables on every rank.
+    """Loads a checkpoint, the latest or a named one, into tables on every rank.
 
-    As a block it keeps saves from removing the checkpoint until it is left. The order of calls: `open`, `check`, `load`. Nothing is
-    changed before `load`.
+    As a context manager it prevents saves from removing the checkpoint. Order of calls: `open`, `check`, `load`. Nothing is changed
+    before `load`.
     """
 
     def __init__(
         self, ranks: Ranks, checkpoint: str | None = None, *, last_intact: bool = False, slots: bool = True
     ) -> None:
-        """`slots`: whether rows come with the optimizer's slots; without them they fit tables with any optimizer. `last_intact`:
-        in place of a damaged checkpoint the newest before it that is whole is opened.
+        """`slots`: if true, rows are loaded with the optimizer's slots; without slots they fit tables with any optimizer.
+        `last_intact`: instead of a corrupted checkpoint, the latest intact one before it is opened.
         """
         self._ranks, self._checkpoint, self._slots = ranks, checkpoint, slots
         self._last_intact = last_intact
@@ -195,7 +195,7 @@ class LoadSession:
         self._sources: dict[TablePath, TablePath] = {}
         self._unexpected: set[TablePath] = set()
         self._requested: Collection[str] | None = None
-        # Of each table of this rank, no fewer rows than it will have; without deltas exactly as many.
+        # For each table of this rank, an upper bound of its row count; exact without deltas.
         self._rows: dict[TablePath, int] = {}
         self._opened: _native.CheckpointReader | None = None
 
@@ -206,11 +206,11 @@ class LoadSession:
         self.close()
 
     def close(self) -> None:
-        """Nothing more is read: saves may remove the checkpoint. Harmless twice."""
+        """Closes the checkpoint and allows saves to remove it. Idempotent."""
         release([self._opened])
 
     def open(self, directory: CheckpointDirectory) -> None:
-        """Open the checkpoint in `directory` and keep it from being removed. Collective."""
+        """Opens the checkpoint in `directory` and prevents its removal. Collective."""
         if self._last_intact:
             wait_for_saves_to(directory.path)
             is_first = self._ranks.rank == 0
@@ -229,13 +229,13 @@ class LoadSession:
 
     @property
     def reader(self) -> _native.CheckpointReader:
-        """The checkpoint that is open."""
+        """The open checkpoint."""
         assert self._opened is not None, "open() comes before"
         return self._opened
 
     @property
     def max_rows(self) -> int:
-        """No fewer rows than this rank will load."""
+        """Upper bound of the number of rows that this rank loads."""
         return sum(self._rows.values())
 
     def check(
@@ -246,7 +246,7 @@ class LoadSession:
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
     ) -> None:
-        """Check that the wanted tables of `shards` are there and fit, and the headers of their files. Collective."""
+        """Checks that the requested tables of `shards` exist and fit, and the headers of their files. Collective."""
         self._shards, self._requested = shards, tables
         mine = [(module_path, table.name) for module_path, _, table in shards]
         self._names = {pair for pairs in self._ranks.gather(lambda: mine) for pair in pairs}
@@ -255,7 +255,7 @@ class LoadSession:
     def _check(self, tables: Collection[str] | None, rename: Mapping[str, str] | None, *, strict: bool) -> None:
         names, saved = self._names, self._saved
         self._sources = load_sources(names, set(saved), tables, rename)
-        # One rank of several sees its own tables: those of other ranks are in the checkpoint and not here.
+        # A single rank of several knows only its own tables: those of other ranks are in the checkpoint but not in `names`.
         whole = tables is None and self._ranks.has_all_ranks
         self._unexpected = set(saved) - set(self._sources.values()) if whole else set()
         if strict and not self._ranks.has_all_ranks:
@@ -281,20 +281,20 @@ class LoadSession:
         if self._slots:
             check_saved_optimizer(f"{table.name!r} of module {module_path!r}", table.optimizer, saved.optimizer)
             self._check_hyperparameters(f"the checkpoint's table {display_name(source)}", table, saved)
-        # Whoever is brought together by others cannot open tables of all ranks from segments at once.
+        # A rank that is coordinated by another program cannot open the tables of all ranks from segments at the same time.
         return self.reader.check_table(
             module_path, table.native, *buckets, saved=saved, segments=self._ranks.has_all_ranks, slots=self._slots
         )
 
     @staticmethod
     def _check_hyperparameters(owner: str, table: TableShard, saved: _native.SavedTable) -> None:
-        """`ConfigError` where training could not use what the load restores."""
+        """Raises `ConfigError` if training could not use the hyperparameters that the load restores."""
         group = table.spec.param_group() | restored_hyperparameters(saved.hyperparameters)
         check_hyperparameters(owner, group)
         check_max_gradient(owner, group)
 
     def load(self, tracker: Callable[[], ProgressTracker]) -> LoadReport:
-        """Replace the contents of the tables. After an error they refuse use until a load succeeds. Collective."""
+        """Replaces the contents of the tables. After an error they are unusable until a load succeeds. Collective."""
         reader, sources, ranks = self.reader, self._sources, self._ranks
         wanted = [shard for shard in self._shards if (shard[0], shard[2].name) in sources]
         reason = f"loading the checkpoint {reader.name} in {self.directory} did not succeed; load one that is whole"
@@ -302,7 +302,7 @@ class LoadSession:
             under_load = LoadingTables([table for *_, table in wanted], reason, by_all_ranks=True)
 
             def refuse() -> None:
-                # It is pushed first, so that an interrupt after the next line leaves the tables as they were, too.
+                # Pushed first, so that an interrupt after the next line restores the tables too.
                 undo.push(under_load)
                 under_load.__enter__()
 
@@ -321,16 +321,16 @@ class LoadSession:
                     restore_hyperparameters(group, saved.hyperparameters)
                 if self._is_delta_base(sources[pair], pair) and not dropped[pair]:
                     table.native.record_base(_native.BaseCheckpoint(reader.id, reader.next_epoch))
-        # Not only when the block ends: an interrupt between its last line and `__exit__` does not come to `__exit__`.
+        # Not only at the end of the block: an interrupt between its last line and `__exit__` does not run `__exit__`.
         self.close()
         return self._report(rows, dropped)
 
     def _is_delta_base(self, source: TablePath, pair: TablePath) -> bool:
-        """Whether a delta of the table can build on the checkpoint that it was loaded from.
+        """True if a delta of the table can be based on the checkpoint that it was loaded from.
 
-        It cannot on a linked checkpoint, on one where the table has another name, or where it came without its slots. What DCP
-        saved is no ancestor either: see docs/design-checkpoint.md. A full table drops rows while it is loaded, and no tombstones
-        name them, so it descends from no checkpoint.
+        False for a linked checkpoint, for one in which the table has another name, and for a load without slots. A DCP checkpoint
+        cannot be a base either: see docs/design-checkpoint.md. A full table drops rows during the load, and no tombstones record
+        them, so it has no base checkpoint.
         """
         return source == pair and self.reader.kind != "linked" and self._slots and self._ranks.has_all_ranks
 
@@ -340,7 +340,7 @@ class LoadSession:
         loaded: dict[TablePath, _LoadCounts] = {}
         for *_, table in shards:
             if table.settings.share is not None:
-                table.native.clear()  # the rows of another table may need what this one has taken of their budget
+                table.native.clear()  # rows of another table may need the part of the shared budget that this table uses
         with tracker() as told:
             for shard in shards:
                 pair = shard[0], shard[2].name
@@ -349,11 +349,11 @@ class LoadSession:
         return loaded
 
     def _replace(self, shard: ModuleShard, saved: _native.SavedTable, advance: Callable[[int], object]) -> _LoadCounts:
-        """Replace the contents of one table. `advance` is given numbers of rows as they are in place."""
+        """Replaces the contents of one table. `advance` is called with the number of rows after they are in the table."""
         module_path, owner, table = shard
         segments = self.reader.segments(module_path, table.name)
         table.adopt(saved.total_num_buckets, saved.key, segments)
-        # Also where nothing changed now: a load that was interrupted may have changed it and not come to here.
+        # Also if nothing changed in this call: an interrupted load may have changed it without reaching this line.
         owner.refresh_buckets()
         if segments is None:
             dropped_before = table.stats().dropped_rows
@@ -365,7 +365,7 @@ class LoadSession:
         return _LoadCounts(rows, 0)
 
     def _check_loaded(self, rows: Mapping[TablePath, int]) -> None:
-        """`CorruptionError` unless as many rows were read as the checkpoint says, of all ranks or of this one."""
+        """Raises `CorruptionError` unless the number of rows read matches the checkpoint, over all ranks or for this rank."""
         if self._ranks.has_all_ranks:
             saved, sources = self._saved, self._sources
             counts = {pair: (count, saved[sources[pair]].rows) for pair, count in rows.items()}

@@ -1,4 +1,4 @@
-"""A chain of deltas, or a linked checkpoint, that is written again as a full checkpoint."""
+"""Merges a chain of deltas, or a linked checkpoint, into a full checkpoint."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointMerge:
-    """The newest checkpoint of a directory with all that it builds on, to be written again as a full one.
+    """The latest checkpoint of a directory with its base checkpoints, to be rewritten as a full one.
 
-    As a block it keeps saves from removing what is merged until it is left. The order of calls: `open`, `save`.
+    As a context manager it prevents saves from removing the merged checkpoints. Order of calls: `open`, `save`.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.chain: _native.ChainCompaction | None = None
-        """What is merged; None where the newest checkpoint is full already."""
+        """The chain to merge; None if the latest checkpoint is already a full one."""
 
     def __enter__(self) -> Self:
         return self
@@ -40,13 +40,13 @@ class CheckpointMerge:
         release([self.chain])
 
     def open(self, path: str, checks: PathChecks, *, counters: bool = True) -> None:
-        """Open the checkpoint, and the directory to save to. `counters`: counts of ids without a row are merged too. Collective."""
+        """Opens the checkpoint, and the directory to save to. `counters`: admission counts are merged too. Collective."""
 
         def open_chain(directory: CheckpointDirectory, latest: str) -> _native.ChainCompaction | None:
             return _native.ChainCompaction.open(directory, latest, counters=counters)
 
         def find() -> tuple[CheckpointDirectory, str]:
-            # This comes first, because it makes no directory where there is none.
+            # This is called first because it does not create a missing directory.
             directory = open_to_load(path, checks)
             wait_for_saves_to(directory.path)
             latest = _native.latest_checkpoint(directory)
@@ -55,12 +55,12 @@ class CheckpointMerge:
         self.directory, self.newest, self.chain = open_newest(self._ranks, find, open_chain, newest=True)
 
     def save(self, keep: int, tracker: Callable[[int | None], ProgressTracker], *, is_last: bool) -> SaveReport | None:
-        """Write the merged checkpoint and publish it, where there is something to merge. Collective.
+        """Writes the merged checkpoint and publishes it, if there is a chain to merge. Collective.
 
-        `tracker` is given how many rows this rank writes; None where only the writing tells.
+        `tracker` is called with the number of rows that this rank writes; None if it is only known after writing.
 
-        Returns None where another checkpoint was published to the directory since `open`. In the last attempt this raises
-        `StateError`.
+        Returns None if another checkpoint was published to the directory since `open`. The last attempt raises `StateError`
+        instead.
         """
         try:
             return self._write(keep, tracker)
@@ -78,7 +78,7 @@ class CheckpointMerge:
         def write() -> RankPart:
             with tracker(chain.rows if ranks.world_size == 1 else None) as told:
                 digest = chain.write(session.name, ranks.rank, ranks.world_size, told.advance)
-            # When the new checkpoint is published, what was merged can be removed.
+            # Once the new checkpoint is published, the merged ones can be removed.
             chain.release()
             return RankPart(digest)
 
@@ -89,5 +89,5 @@ class CheckpointMerge:
         return SaveReport(session.name, "full", None, None, chain.rows, 0)
 
     def _was_overtaken(self) -> bool:
-        """True if another checkpoint is the newest by now, as the first rank sees it. Collective."""
+        """True if another checkpoint has become the latest, as seen by the first rank. Collective."""
         return self._ranks.gather(lambda: _native.latest_checkpoint(self.directory) != self.newest)[0]

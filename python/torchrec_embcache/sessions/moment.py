@@ -1,4 +1,4 @@
-"""A checkpoint of the rows of one moment, written while training goes on."""
+"""A checkpoint of a snapshot of the tables, written asynchronously."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["AsyncSaveSession", "TableSnapshots"]
 
 
 class TableSnapshots:
-    """This rank's tables as they are when this is made, to be written into a checkpoint while they are trained.
+    """Snapshots of this rank's tables, taken by the constructor and written into a checkpoint while the tables are trained.
 
     They are held until `write` or `release`. Rows that training changes before they are written are copied first: into 32 MiB of
-    memory, and past that into a file in the checkpoint's directory.
+    memory, then into a file in the checkpoint's directory.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class TableSnapshots:
         *,
         counters: bool = True,
     ) -> None:
-        """Hold them for this rank's part of the checkpoint `name`, which was begun.
+        """Takes the snapshots for this rank's part of the unfinished checkpoint `name`.
 
-        `next_epoch`: of rows trained from now on, the same on all ranks, with which the checkpoint is published. `StateError` where
-        one of the tables is held already; then none is held.
+        `next_epoch`: epoch of rows trained after this call, the same on all ranks; the checkpoint is published with it. Raises
+        `StateError` if a table already has a snapshot; then none is taken.
         """
         self.next_epoch = next_epoch
         self._tables = [table for table, _ in tables]
@@ -62,7 +62,7 @@ class TableSnapshots:
             raise
 
     def write(self, on_progress: Callable[[TableShard, int | None], object] = lambda _table, _rows: None) -> RankPart:
-        """Write and sync the rows. `on_progress` is called with each table before it is written (None) and after, with its rows."""
+        """Writes and syncs the rows. Calls `on_progress` for each table before it is written (None) and after, with its rows."""
         rows = tombstones = 0
         try:
             for table in self._tables:
@@ -73,31 +73,31 @@ class TableSnapshots:
                 on_progress(table, written.rows)
             return RankPart(self._native.finish(), rows, tombstones)
         finally:
-            # Not only when all ranks are done: training pays for what is held.
+            # Without waiting for the other ranks: snapshots slow down training.
             self.release()
 
     def release(self) -> None:
-        """Hold the tables no more. Harmless twice."""
+        """Releases the snapshots. Idempotent."""
         self._native.release()
 
     def committed(self, published: _native.CheckpointId) -> None:
-        """The checkpoint is the newest, on all ranks: a delta can build on it."""
+        """Records that the checkpoint is the latest on all ranks: a delta can be based on it."""
         for table in self._tables:
             table.native.finish_background_save(self.next_epoch, _native.BaseCheckpoint(published, self.next_epoch))
 
     def discarded(self) -> None:
-        """The checkpoint is not published, and the tables are held no more."""
+        """Records that the checkpoint is not published, and releases the snapshots."""
         self.release()
         self._drop_history()
 
     def _drop_history(self) -> None:
-        """What leaves the tables from now on is kept for no delta on the checkpoint."""
+        """Stops recording removed rows for a delta based on the checkpoint."""
         for table in self._tables:
             table.native.finish_background_save(self.next_epoch)
 
 
 class AsyncSaveSession:
-    """A save beside training: the thread that trains begins it and holds the rows, another thread writes and publishes them."""
+    """An asynchronous save: the training thread creates it and takes the snapshots, a background thread writes and publishes it."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class AsyncSaveSession:
         progress: ProgressOption,
         max_bytes_per_second: int | None,
     ) -> None:
-        """`group`: for the thread that writes."""
+        """`group`: process group of the writing thread."""
         self._plan, self._group, self._rate = plan, group, max_bytes_per_second
         self._session = SaveSession(plan.directory, ranks, keep=keep, parent=plan.parent)
         self._tracker = run_on_all_ranks(lambda: ProgressTracker(progress, "save", plan.rows, show_bar=ranks.rank == 0))
         self._snapshots: TableSnapshots | None = None
 
     def take_snapshot(self) -> None:
-        """Begin the checkpoint and hold the rows of now, on every rank. Collective."""
+        """Creates the checkpoint and takes a snapshot of the tables on every rank. Collective."""
         self._session.begin()
         run_on_all_ranks(self._take_snapshot)
 
@@ -139,7 +139,7 @@ class AsyncSaveSession:
         )
 
     def finish(self) -> SaveReport:
-        """Write the rows and publish the checkpoint; it is abandoned where that fails. For the thread that writes."""
+        """Writes the rows and publishes the checkpoint, or abandons it after an error. Called by the writing thread."""
         held, session = self._snapshots, self._session
         assert held is not None, "call take_snapshot() before"
         session.ranks = GroupRanks(session.ranks, self._group)
@@ -169,7 +169,7 @@ class AsyncSaveSession:
             return snapshots.write(on_progress)
 
     def cancel(self) -> None:
-        """Hold the tables no more, and remove what was begun. Harmless twice."""
+        """Releases the snapshots and removes the unpublished checkpoint. Idempotent."""
         if self._snapshots is not None:
             self._snapshots.discarded()
         self._session.abandon()

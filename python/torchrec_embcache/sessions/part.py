@@ -1,4 +1,4 @@
-"""What one rank writes of a save whose ranks agree on nothing before its end."""
+"""One rank's part of a save whose ranks do not communicate before its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["PartSession", "next_epoch_of"]
 
 
 def next_epoch_of(shards: Iterable[ModuleShard]) -> int:
-    """The epoch after those of the tables of this rank."""
+    """Returns the epoch that follows the epochs of all tables of this rank."""
     return max((table.native.epoch() for _, _, table in shards), default=0) + 1
 
 
@@ -28,14 +28,15 @@ def _table_to_save(shard: ModuleShard) -> _native.AsyncSaveTable:
 
 
 class PartSession(AbandonOnError[_native.CheckpointPart]):
-    """A part: files under a name of their own, which `SaveSession.adopt` takes over. No save sweeps it as long as this lives.
+    """A checkpoint part: uniquely named files that `SaveSession.adopt` moves into a checkpoint. No save removes them while this
+    exists.
 
-    As a block it abandons the part where the block is left by an error or an interrupt. The order of calls: `begin`, then
-    `write_tables` (or `snapshot_tables` and `write_snapshot`), `append` and `end_extent`, then `finish`.
+    As a context manager it abandons the part after an error or an interrupt. Order of calls: `begin`, then `write_tables` (or
+    `snapshot_tables` and `write_snapshot`), `append` and `end_dense_extent`, then `finish`.
     """
 
     def begin(self, directory: CheckpointDirectory, *, expected_bytes: int = 0) -> None:
-        """Make the part in `directory`. About `expected_bytes` of extents will be written."""
+        """Creates the part in `directory`. About `expected_bytes` of dense extents will be written."""
         self._native = _native.CheckpointPart(directory, secrets.randbits(64), expected_bytes)
 
     @property
@@ -44,7 +45,7 @@ class PartSession(AbandonOnError[_native.CheckpointPart]):
         return self._native
 
     def write_tables(self, shards: Iterable[ModuleShard], next_epoch: int) -> None:
-        """Write the rows as of now. Rows that are trained from then on carry `next_epoch`."""
+        """Writes the current rows. Rows that are trained afterwards have the epoch `next_epoch`."""
         shards = list(shards)
         for module_path, owner, table in shards:
             self._part.write_table(
@@ -54,21 +55,21 @@ class PartSession(AbandonOnError[_native.CheckpointPart]):
             table.native.set_epoch(next_epoch)
 
     def snapshot_tables(self, shards: Iterable[ModuleShard], next_epoch: int) -> None:
-        """Hold the rows as of now, for `write_snapshot`. Rows that are trained from now on carry `next_epoch`."""
+        """Takes a snapshot of the rows for `write_snapshot`. Rows that are trained afterwards have the epoch `next_epoch`."""
         self._part.snapshot_tables([_table_to_save(shard) for shard in shards], next_epoch)
 
     def write_snapshot(self) -> None:
-        """Write the rows that are held, while training goes on."""
+        """Writes the rows of the snapshot while training continues."""
         self._part.write_snapshot()
 
     def append(self, data: NDArray[np.uint8]) -> None:
-        """Add bytes to the extent that is being written."""
+        """Appends bytes to the current dense extent."""
         self._part.append(data)
 
     def end_dense_extent(self) -> _native.StreamRange:
-        """End the extent; where it lies in this rank's stream."""
+        """Ends the current dense extent. Returns its range in this rank's stream."""
         return self._part.end_dense_extent()
 
     def finish(self) -> _native.WrittenPart:
-        """Make everything durable; what the coordinator takes over."""
+        """Makes all files durable. Returns the part for the coordinator to adopt."""
         return self._part.finish()

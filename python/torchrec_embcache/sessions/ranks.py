@@ -1,4 +1,4 @@
-"""The ranks that take part in a save or a load, and how they agree."""
+"""The ranks that take part in a save or a load, and their communication."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     @property
     def has_all_ranks(self) -> bool:
-        """Whether `together` asks all ranks. Otherwise somebody else, such as DCP, brings them together."""
+        """True if `gather` reaches all ranks. Otherwise another program, such as DCP, coordinates the ranks."""
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` gives on each rank that this one can ask, by rank. An error on one of them is raised on all.
+        """Returns the results of `work()` on each reachable rank, by rank. An error on one of them is raised on all.
 
         Collective. Values are pickled.
         """
 
 
 class AllRanks:
-    """All ranks of the default process group; one rank where there is no group."""
+    """All ranks of the default process group; a single rank without a group."""
 
     has_all_ranks = True
 
@@ -44,12 +44,12 @@ class AllRanks:
         self.rank, self.world_size = collective.rank(), collective.world_size()
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """See `Ranks.together`."""
+        """See `Ranks.gather`."""
         return collective.all_gather(collective.run_on_all_ranks(work))
 
 
 class GroupRanks:
-    """All ranks, by a process group of their own: for a thread whose collectives must not meet those of training."""
+    """All ranks, with a separate process group: for a thread whose collectives must not interleave with those of training."""
 
     has_all_ranks = True
 
@@ -58,12 +58,12 @@ class GroupRanks:
         self._group = group
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """See `Ranks.together`."""
+        """See `Ranks.gather`."""
         return self._group.gather(work)
 
 
 class SingleRank:
-    """One rank, which agrees with no other: a process that works alone, or one whose ranks somebody else brings together."""
+    """A rank without communication: a single process, or a process whose ranks are coordinated by another program."""
 
     has_all_ranks = False
 
@@ -71,5 +71,5 @@ class SingleRank:
         self.rank, self.world_size = rank, world_size
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` gives on this rank."""
+        """Returns the result of `work()` on this rank."""
         return [work()]

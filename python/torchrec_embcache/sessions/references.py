@@ -1,4 +1,4 @@
-"""Checkpoints that files of other programs refer to, such as Lightning's. Such a checkpoint stays for as long as its file does.
+"""Checkpoints that files of other programs, such as Lightning's, refer to. Such a checkpoint is kept as long as its file.
 
 The file `REFERENCED_BY` in a checkpoint's directory names the file that refers to it.
 """
@@ -16,9 +16,9 @@ _REFERENCE = "REFERENCED_BY"
 
 
 def add_reference(path: str, checkpoint: str, file: str) -> None:
-    """Note that `file` refers to `checkpoint` in the directory `path`, where it stays until `release`.
+    """Records that `file` refers to `checkpoint` in the directory `path`, which keeps it until `remove_references`.
 
-    Raises as `DirectoryHandle` does.
+    Raises like `DirectoryHandle`.
     """
     with DirectoryHandle.open_to_save(path) as folder, folder.open_subdirectory(checkpoint) as saved:
         saved.write_atomically(_REFERENCE, _relative_name(file, path).encode())
@@ -27,10 +27,10 @@ def add_reference(path: str, checkpoint: str, file: str) -> None:
 def remove_references(
     path: str, file: str, *, keep: int, except_checkpoint: str | None = None, keep_newest: bool = False
 ) -> list[str]:
-    """Remove what `file` has referred to in the directory `path`, and return why some could not be removed.
+    """Removes the references of `file` in the directory `path`. Returns the errors of checkpoints that could not be removed.
 
-    The checkpoint `except_checkpoint` stays, and with `keep_newest` the newest one besides it; so do the `keep` newest of the
-    directory. Raises as `DirectoryHandle` does.
+    Keeps the reference to `except_checkpoint`, and with `keep_newest` also to the latest other one. The `keep` latest checkpoints
+    of the directory are kept in any case. Raises like `DirectoryHandle`.
     """
     if not os.path.isdir(path):
         return []
@@ -44,7 +44,7 @@ def remove_references(
 
 
 def _references(folder: DirectoryHandle) -> dict[str, str]:
-    """The files that refer to checkpoints in `folder`, by the checkpoints' names, the oldest first."""
+    """Returns the files that refer to checkpoints in `folder` by checkpoint name, oldest first."""
     names = [name for name in folder.list_names() if re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", name)]
     found = {}
     for name in sorted(names, key=lambda name: int(name.split("-")[0])):
@@ -56,9 +56,9 @@ def _references(folder: DirectoryHandle) -> dict[str, str]:
 
 
 def _relative_name(file: str, path: str) -> str:
-    """`file` relative to the directory `path`, so that both can be moved together. A URL is left as it is."""
+    """Returns `file` relative to the directory `path`, so that both can be moved together. A URL is returned unchanged."""
     if "://" in file:
         return file
-    # A link is a file of its own: it may be removed while the file that it points to stays.
+    # A link is recorded by its own path: it may be removed while its target stays.
     folder, name = os.path.split(os.path.abspath(file))
     return os.path.relpath(os.path.join(os.path.realpath(folder), name), os.path.realpath(path))

@@ -1,4 +1,4 @@
-"""A checkpoint from its beginning to its publication."""
+"""A save, from the creation of its checkpoint to the publication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("torchrec_embcache.saver")
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank wrote: its digest, for the coordinator to publish, and how much it was."""
+    """Result of one rank's writing: its digest, for the coordinator to publish, and its size."""
 
     digest: _native.ManifestDigest
     rows: int = 0
@@ -31,10 +31,10 @@ class RankPart:
 
 
 class SaveSession(AbandonOnError[_native.CheckpointSave]):
-    """A checkpoint in `directory`. Every rank has a session; the coordinator's begins the checkpoint and publishes it.
+    """A checkpoint in `directory`. Every rank has a session; the coordinator's creates the checkpoint and publishes it.
 
-    As a block it abandons the checkpoint where the block is left by an error or an interrupt: a load finds the one before. The
-    order of calls: `begin`, then `write` (or `adopt` for each rank, where ranks wrote parts), then `publish`.
+    As a context manager it abandons the checkpoint after an error or an interrupt: a load then finds the previous one. Order of
+    calls: `begin`, then `write` (or `adopt` with the parts of all ranks), then `publish`.
     """
 
     def __init__(
@@ -47,21 +47,22 @@ class SaveSession(AbandonOnError[_native.CheckpointSave]):
         merged: _native.CheckpointId | None = None,
         linked: bool = False,
     ) -> None:
-        """`parent`: what a delta builds on. `merged`: the checkpoint that this one replaces with all it builds on. `linked`: tables
-        with an SSD tier are in it as their segments. `keep`: so many of the newest checkpoints stay.
+        """`parent`: base checkpoint of a delta. `merged`: the checkpoint that this one replaces together with its base checkpoints.
+        `linked`: tables with an SSD tier are saved as hard links to their segments. `keep`: number of the latest checkpoints to
+        keep.
         """
         super().__init__()
         self.directory, self.ranks = directory, ranks
         self._keep, self._parent, self._merged, self._linked = keep, parent, merged, linked
         self.name = ""
-        """The checkpoint's name, once it is begun."""
+        """The checkpoint's name, set by `begin`."""
         self.parent_id: str | None = None
-        """The name of the checkpoint that it builds on, once it is published: its parent may have been merged meanwhile."""
+        """Name of the base checkpoint, set by `publish`: the parent may have been merged since `begin`."""
         self.parts: list[RankPart] = []
-        """What each rank wrote, by rank, once all have."""
+        """The part of each rank, by rank, set once all ranks have written."""
 
     def begin(self) -> None:
-        """Begin the checkpoint. Collective."""
+        """Creates the checkpoint. Collective."""
         self.name = self.ranks.gather(self._begin if self.ranks.rank == 0 else str)[0]
 
     def _begin(self) -> str:
@@ -76,26 +77,26 @@ class SaveSession(AbandonOnError[_native.CheckpointSave]):
         return self._native.name
 
     def writer(self, *, counters: bool = True) -> _native.CheckpointWriter:
-        """What writes this rank's rows into the checkpoint, and with `counters` the counts of ids that wait for rows."""
+        """Returns the writer of this rank's rows. With `counters` it also writes the admission counts."""
         ranks = self.ranks
         return _native.CheckpointWriter(self.directory, self.name, ranks.rank, ranks.world_size, counters=counters)
 
     def write(self, work: Callable[[], RankPart]) -> None:
-        """Do `work`, which writes this rank's part, on every rank. Collective."""
+        """Calls `work`, which writes this rank's part, on every rank. Collective."""
         self.parts = self.ranks.gather(work)
 
     def adopt(self, parts: Sequence[Sequence[_native.WrittenPart]], dense_metadata: bytes) -> None:
-        """Take over what each rank wrote into parts of its own, by rank, with what describes their extents. The coordinator's."""
+        """Adopts the parts written by each rank, by rank, with the metadata of their dense extents. Called by the coordinator."""
         assert self._native is not None, "begin() comes before"
         begun = self._native
         self.parts = [RankPart(begun.adopt(rank, len(parts), list(of_rank))) for rank, of_rank in enumerate(parts)]
         begun.write_dense_metadata(dense_metadata)
 
     def publish(self, next_epoch: int, tables: Iterable[TableShard] = ()) -> _native.CheckpointId:
-        """Make the checkpoint the newest one; what it is known by. Collective.
+        """Publishes the checkpoint as the latest. Returns its id. Collective.
 
-        Once it is published on all ranks, rows of `tables` that are trained carry `next_epoch`, and deltas can build on it (not on
-        a linked one).
+        After it is published on all ranks, rows of `tables` that are trained have the epoch `next_epoch`, and deltas can be based
+        on it (except on a linked one).
         """
         found, self.parent_id = self.ranks.gather(self._publish_with(next_epoch))[0]
         assert found is not None, "the coordinator publishes"

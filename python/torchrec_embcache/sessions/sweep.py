@@ -1,4 +1,4 @@
-"""Sweeps: the rows that the tables' policies of eviction take leave, when a user says so and before a save."""
+"""Eviction passes (sweeps) requested by the user and before a save."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _log = logging.getLogger("torchrec_embcache.eviction")
 
 
 def evict(model: nn.Module) -> None:
-    """Sweep every table of `model` that has a policy of eviction, now, on all ranks together. Collective.
+    """Runs one eviction pass on every table of `model` that has an eviction policy, on all ranks. Collective.
 
-    A sweep is as of the last training step: it takes the rows that the policy's rules take after that step. They are missing from
-    here on. Two calls after one step do what one does, but for `Ttl(seconds=...)` with the system's time. Call it between steps, on
-    every rank. A table without a policy is left as it is. A policy with `every_steps=None` is applied before each save too, and
-    one with a number of steps without any call.
+    A sweep evaluates the policy's rules for the last training step and removes the matching rows; their ids are missing afterwards.
+    Two calls after one step have the same result as one, except for `Ttl(seconds=...)` with the system time. Call it between steps,
+    on every rank. A table without a policy is not changed. A policy with `every_steps=None` also runs before each save; a policy
+    with a number of steps runs without any call.
 
-    Raises on every rank, whichever rank has the error:
+    Raises on every rank, regardless of the rank with the error:
         InputError: `model` has no cache module.
         ConfigError: ranks have different policies for one table.
-        StateError: ranks that share a table are at different steps, or a table is closed or cannot be used.
-        ReadOnlyError: an SSD tier could not be written before.
+        StateError: ranks that share a table are at different steps, or a table is closed or unusable.
+        ReadOnlyError: an earlier write to an SSD tier failed.
 
     After one of these errors no table is swept.
 
@@ -70,29 +70,28 @@ def evict(model: nn.Module) -> None:
 def sweep_before_save(
     tables: Mapping[str, TableShard], ranks: Ranks, before_sweep: Callable[[], object] | None = None
 ) -> None:
-    """Sweep those of `tables` whose policies say "at saves", before a save chooses what it writes. Collective.
+    """Sweeps the `tables` whose policies run at saves, before a save selects the rows to write. Collective.
 
-    `before_sweep` is what has to be done first and may fail on one rank alone. Where ranks sweep together it fails on all of them
-    then.
+    `before_sweep` is called first and may fail on a single rank. If ranks sweep together, it then fails on all of them.
 
-    Every way to save calls this once, before it begins a checkpoint. So a save whose sweep fails has written nothing. A second save
-    after the same step writes the same rows, because a sweep after a step takes nothing that the one before left.
+    Every kind of save calls this once, before it creates a checkpoint. A save whose sweep fails has therefore written nothing. A
+    second save after the same step writes the same rows, because a second sweep after a step removes nothing.
 
-    A table that is not trained here is saved as it is: one without an optimizer, as for evaluation, and one of step 0. So is a
-    table whose SSD tier could not be written: nothing may change in it, and its rows are to be rescued. So is a table that was not
-    trained since it was loaded, where its policy takes a share of the rows: the save that it was loaded from has taken the share.
+    These tables are saved without a sweep: a table without an optimizer, as for evaluation; a table at step 0; a table with a
+    failed write to its SSD tier, whose rows must not change so that they can be rescued; and a table that was not trained since it
+    was loaded, if its policy evicts a fraction of the rows, because the save that it was loaded from already evicted that fraction.
     """
     _sweep(tables, ranks, at_save=True, before_sweep=before_sweep)
 
 
 def tables_by_name(shards: Sequence[ModuleShard]) -> dict[str, TableShard]:
-    """The tables by what users call them."""
+    """Returns the tables by display name."""
     return {display_name((module_path, table.name)): table for module_path, _, table in shards}
 
 
 @dataclass(frozen=True)
 class _TableSweepState:
-    """What a rank says of a table before it is swept."""
+    """State of a table on one rank before a sweep."""
 
     policy: Policy | None
     is_shared: bool
@@ -115,7 +114,7 @@ def _sweep(
     if not ranks.has_all_ranks and any(_is_collective(table, at_save=at_save) for table in tables.values()):
         ranks = _sweep_ranks(tables)
     everyone = ranks.gather(report_state)
-    # All ranks see the same, so that all of them raise, or none.
+    # All ranks have the same states, so all of them raise or none.
     by_table = {
         name: {rank: said[name] for rank, said in enumerate(everyone) if name in said}
         for name in dict.fromkeys(name for said in everyone for name in said)
@@ -149,13 +148,13 @@ def _sweep(
 
 
 def _is_collective(table: TableShard, *, at_save: bool) -> bool:
-    """Whether this rank cannot sweep the table without the others. By its settings alone, so that all ranks say the same."""
+    """True if this rank needs the other ranks to sweep the table. Depends only on settings, so all ranks agree."""
     life = table.settings.lifecycle
     return needs_collective_sweep(table) and (not at_save or (life.is_swept_at_saves and table.optimizer is not None))
 
 
 def _sweep_ranks(tables: Mapping[str, TableShard]) -> AllRanks:
-    """All ranks, where somebody else brings them together for the rest of a save. `StateError` where there is one process only."""
+    """Returns all ranks, for a save that another program coordinates. Raises `StateError` if there is only one process."""
     ranks = AllRanks()
     if ranks.world_size == 1:
         name = next(name for name, table in tables.items() if needs_collective_sweep(table))
@@ -167,7 +166,7 @@ def _sweep_ranks(tables: Mapping[str, TableShard]) -> AllRanks:
 
 
 def _sweep_state(table: TableShard, *, at_save: bool) -> _TableSweepState:
-    """What this rank says of a table."""
+    """Returns this rank's state of a table."""
     life, is_shared = table.settings.lifecycle, table.world_size > 1
     wanted = life.is_swept_at_saves and table.optimizer is not None if at_save else life.eviction is not None
     if not wanted:
@@ -175,7 +174,7 @@ def _sweep_state(table: TableShard, *, at_save: bool) -> _TableSweepState:
     step = table.step()
     due = step > 0 or not at_save
     if not at_save:
-        # Before any table is swept.
+        # Checked before any table is swept.
         table.native.check_writable()
     if at_save and life.eviction is not None and life.eviction.has_fraction_rule and step == table.loaded_step:
         due = False
@@ -183,7 +182,7 @@ def _sweep_state(table: TableShard, *, at_save: bool) -> _TableSweepState:
 
 
 def _check_states_match(name: str, states: Mapping[int, _TableSweepState]) -> None:
-    """Raise where ranks that share the table do not say the same of it. `states` has what they say by rank."""
+    """Raises if ranks that share the table have different states. `states` maps ranks to states."""
     shared = [(rank, said) for rank, said in states.items() if said.is_shared]
     for rank, said in shared[1:]:
         first_rank, first = shared[0]

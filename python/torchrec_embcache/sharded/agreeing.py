@@ -1,6 +1,4 @@
-"""What the ranks of a sharded collection agree on: their settings, that all went well, how ids fall into buckets, and what sweeps
-take.
-"""
+"""Collective agreements of a sharded collection's ranks: equal settings, errors, bucket counts, and sweeps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,32 +26,32 @@ T = TypeVar("T")
 
 
 class RankAgreementMixin:
-    """The part of a sharded collection that agrees with those of the other ranks."""
+    """The collective agreements of a sharded collection."""
 
     _module_tables: ModuleTables
     _env: ShardingEnv
     _owner: str
     _has_checked_buckets: bool
-    #: Whether a table of the module drops rows when it is full, on some rank.
+    #: True if a table of the module drops rows when it is full, on any rank.
     _drops_rows: bool = False
 
     def _raise_on_every_rank(self, error: Exception | None) -> None:
-        """Raise the error of any rank on all of them. Every rank comes here at the same point of a step."""
+        """Raises the error of any rank on all ranks. Every rank calls this at the same point of a step."""
         raise_on_every_rank(error, self._env.process_group)
 
     def _all_reduce(self, values: Tensor) -> None:
-        """Add up the integers of all ranks, in place, so that the order does not matter. `values` is on the CPU. Collective."""
+        """Sums the integers of all ranks in place, so that the order does not matter. `values` is on the CPU. Collective."""
         all_reduce_sum(values, self._env.process_group)
 
     def _after_backward(self, tables: Sequence[TableShard]) -> Callable[[Exception | None], None]:
-        """What the backward of a lookup over this rank's `tables` calls at its end."""
+        """Returns the function that the backward of a lookup over this rank's `tables` calls at its end."""
         return lambda error: self._end_backward(error, tables)
 
     def _end_backward(self, error: Exception | None, tables: Sequence[TableShard]) -> None:
-        """Do as `_agree`, and then sweep those of `tables` whose sweep is due and hangs on all ranks.
+        """Raises any rank's error on all ranks, else sweeps those of `tables` whose sweep is due and needs all ranks.
 
-        An error is raised when the whole backward is through: DDP's reducer would refuse every later step if its backward were cut
-        short.
+        An error is raised at the end of the entire backward: DDP's reducer would reject every later step if its backward were
+        interrupted.
         """
         try:
             self._raise_on_every_rank(error)
@@ -67,14 +65,14 @@ class RankAgreementMixin:
             raise_at_end_of_backward(caught)
 
     def _gather(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` gives on each rank. An error on one of them is raised on all. Collective."""
+        """Returns the result of `work()` on each rank. An error on any rank is raised on all ranks. Collective."""
         return gather_results(work, self._env.process_group)
 
     def _check_buckets_match(self) -> None:
-        """Open the tables, and check that all ranks say the same number of buckets. Collective.
+        """Opens the tables, and checks that all ranks have the same number of buckets. Collective.
 
-        Each rank's settings say it, or the checkpoint that it loaded. Every rank comes here before its first batch is sent. Where a
-        table cannot be opened on one of them, or they do not agree, all come here again with the next batch.
+        It is defined by each rank's settings, or by the checkpoint that it loaded. Every rank calls this before its first batch is
+        sent. If a table cannot be opened on one of them, or the numbers differ, all call it again with the next batch.
         """
         mine: dict[str, int] = {}
         error: Exception | None = None
@@ -101,10 +99,10 @@ class RankAgreementMixin:
 
 
 def check_same_settings(owner: str, lifecycles: Mapping[str, LifecycleConfig], group: dist.ProcessGroup | None) -> None:
-    """`ConfigError`, on every rank, where ranks have other settings of the life of a table's rows. Collective.
+    """Raises `ConfigError`, on every rank, if ranks have different lifecycle settings of a table. Collective.
 
-    `lifecycles` has the settings of every table, also of those on other ranks. By them a rank knows which exchanges a step and a
-    sweep have, so that ranks with other settings would wait for each other.
+    `lifecycles` has the settings of every table, including those on other ranks. They define the exchanges of a step and of a
+    sweep, so that ranks with other settings would deadlock.
     """
     everyone = all_gather(dict(lifecycles), group)
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
@@ -128,13 +126,13 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _advance_failed_steps(tables: Mapping[str, CacheTable], group: dist.ProcessGroup | None) -> None:
-    """Count a backward that failed on some ranks as a step of all: a table whose ranks count differently could not be saved.
+    """Counts a backward that failed on some ranks as a step of all ranks: a table with different steps on ranks could not be saved.
 
-    The row that refused ids share becomes that of a rank which made the step, because it is the same on all ranks.
+    The OOV row is copied from a rank that made the step, because it must be equal on all ranks.
     """
     mine: dict[str, tuple[int, NDArray[np.float32] | None]] = {}
     for name, table in tables.items():
-        # A table that was half updated refuses to say its step. The other ranks wait for this rank all the same.
+        # A poisoned table does not return its step. The other ranks wait for this rank nevertheless.
         with suppress(StateError):
             if table.is_open:
                 mine[name] = table.step(), shard_of(table).native.oov_row()

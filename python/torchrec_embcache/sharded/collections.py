@@ -23,30 +23,30 @@ __all__ = ["EmbCacheShardedEmbeddingBagCollection", "EmbCacheShardedEmbeddingCol
 
 @dataclass
 class BagContext(EmbeddingBagCollectionContext):
-    """One batch of a bag collection on its way through a step, and the first error that it met."""
+    """The context of one batch of a bag collection during a step, with its first error."""
 
     error: Exception | None = None
 
 
 @dataclass
 class SequenceContext(EmbeddingCollectionContext):
-    """One batch of a sequence collection on its way through a step, and the first error that it met."""
+    """The context of one batch of a sequence collection during a step, with its first error."""
 
     error: Exception | None = None
 
 
 class EmbCacheShardedEmbeddingBagCollection(ShardedCacheModule, ShardedEmbeddingBagCollection):
-    """`EmbCacheEmbeddingBagCollection` under `DistributedModelParallel`. `EmbCacheEmbeddingBagCollectionSharder` makes it.
+    """`EmbCacheEmbeddingBagCollection` under `DistributedModelParallel`. Created by `EmbCacheEmbeddingBagCollectionSharder`.
 
-    A table is sharded row-wise, so that each rank owns a share of its buckets, or table-wise, so that one rank has all of it. Every
-    rank gives a `KeyedJaggedTensor` of its own samples, `(F, B, L[f][i])`, and gets an awaitable `KeyedTensor` of these samples,
-    `(B, C)`, as the unsharded module would give them. An error on one rank is raised on every rank, at the same step.
+    A table is sharded row-wise, so that each rank owns a range of its buckets, or table-wise, so that one rank has all of it. Every
+    rank passes a `KeyedJaggedTensor` of its own samples, `(F, B, L[f][i])`, and gets an awaitable `KeyedTensor` of these samples,
+    `(B, C)`, equal to the unsharded module's. An error on one rank is raised on every rank, at the same step.
 
-    - `F`: features (keys). `B`: batch size of this rank. `L[f][i]`: how many ids feature `f` has at index `i`.
+    - `F`: features (keys). `B`: batch size of this rank. `L[f][i]`: number of ids of feature `f` at index `i`.
     - `C`: the sum of the widths of all features.
 
     Examples:
-        In a world of one rank, where `torch.distributed` is initialised:
+        In a world of one rank, with `torch.distributed` initialized:
 
         >>> import torch
         >>> from torchrec import EmbeddingBagConfig
@@ -66,7 +66,7 @@ class EmbCacheShardedEmbeddingBagCollection(ShardedCacheModule, ShardedEmbedding
     _prefix = "embedding_bags"
 
     def _finish(self) -> None:
-        # TorchRec's divisor is wrong where one collection mixes row-wise and table-wise. Weights of 1/L make the mean here.
+        # TorchRec's divisor is wrong if a collection mixes row-wise and table-wise. Here weights of 1/L compute the mean.
         self._has_mean_pooling_callback = False
         super()._finish()
 
@@ -79,7 +79,7 @@ class EmbCacheShardedEmbeddingBagCollection(ShardedCacheModule, ShardedEmbedding
         permute_embeddings: bool = False,
         qcomm_codecs_registry: dict[str, Any] | None = None,
     ) -> Any:
-        """The sharding of this package in place of TorchRec's."""
+        """Returns this package's sharding instead of TorchRec's."""
         del permute_embeddings  # only column-wise sharding needs it
         sharding = pooled_sharding(sharding_infos[0].param_sharding.sharding_type)
         return sharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
@@ -88,21 +88,21 @@ class EmbCacheShardedEmbeddingBagCollection(ShardedCacheModule, ShardedEmbedding
         return list(self._embedding_shardings)
 
     def create_context(self) -> BagContext:
-        """The context that travels with one batch."""
+        """Returns the context of one batch."""
         return BagContext()
 
 
 class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCollection):
-    """`EmbCacheEmbeddingCollection` under `DistributedModelParallel`. `EmbCacheEmbeddingCollectionSharder` makes it.
+    """`EmbCacheEmbeddingCollection` under `DistributedModelParallel`. Created by `EmbCacheEmbeddingCollectionSharder`.
 
-    It is sharded as `EmbCacheShardedEmbeddingBagCollection` is. Every rank gives a `KeyedJaggedTensor` of its own samples,
-    `(F, B, L[f][i])`, and gets an awaitable dict with a `JaggedTensor` for each feature, whose values are `(N[f], D)`.
+    It is sharded like `EmbCacheShardedEmbeddingBagCollection`. Every rank passes a `KeyedJaggedTensor` of its own samples, `(F, B,
+    L[f][i])`, and gets an awaitable dict with a `JaggedTensor` for each feature, whose values are `(N[f], D)`.
 
-    - `F`: features (keys). `B`: batch size of this rank, 1 or more. `L[f][i]`: how many ids feature `f` has at index `i`.
+    - `F`: features (keys). `B`: batch size of this rank, 1 or more. `L[f][i]`: number of ids of feature `f` at index `i`.
     - `N[f]`: the ids of feature `f` on this rank. `D`: the width of the tables.
 
     Examples:
-        In a world of one rank, where `torch.distributed` is initialised:
+        In a world of one rank, with `torch.distributed` initialized:
 
         >>> import torch
         >>> from torchrec import EmbeddingConfig
@@ -122,7 +122,7 @@ class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCol
     _prefix = "embeddings"
 
     def _prepare(self, module: Any, *rest: Any) -> None:
-        # TorchRec would find this out when `module` has given up its tables.
+        # TorchRec would detect this only after `module` has released its tables.
         if get_ec_index_dedup():
             raise UnsupportedError("TorchRec's index dedup (set_ec_index_dedup) is not supported yet: turn it off")
         super()._prepare(module, *rest)
@@ -136,7 +136,7 @@ class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCol
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, Any] | None = None,
     ) -> Any:
-        """The sharding of this package in place of TorchRec's."""
+        """Returns this package's sharding instead of TorchRec's."""
         return sequence_sharding(sharding_type)(
             sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
         )
@@ -153,5 +153,5 @@ class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCol
         return features
 
     def create_context(self) -> SequenceContext:
-        """The context that travels with one batch."""
+        """Returns the context of one batch."""
         return SequenceContext(sharding_contexts=[])

@@ -1,6 +1,6 @@
 """The lookup of one sharding on one rank.
 
-Features come in as they arrive from all ranks, and pooled or single rows go out. The backward updates the rows.
+Its input is features as they arrive from all ranks; its output is pooled or single rows. The backward updates the rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,18 +27,18 @@ from .sharding import split_clicks_and_weights
 __all__ = ["CacheLookup", "PlannedFeatures"]
 
 I64 = NDArray[np.int64]
-# What the weights of a batch are: clicks, with the weights that make a mean or without.
+# The contents of a batch's weights: clicks, with or without the weights that compute the mean.
 ClickLayout = Literal["alone", "with mean weights"]
 
 
 class HostFeatures:
-    """What the CPU reads of one batch of one lookup."""
+    """The host copies of one batch of one lookup."""
 
     def __init__(self, features: KeyedJaggedTensor, clicks: ClickLayout | None, arrival_stream: Any) -> None:
         """`arrival_stream` is the stream on which the batch arrived; see `host_copies`."""
         self.features = features
         self.bags: int = features.stride()
-        # Nothing is computed on a device here: its memory would be that of another stream than the forward's.
+        # Nothing is computed on a device here: the memory would belong to another stream than the forward's.
         counted = [features.weights()] if clicks is not None else []
         ids, lengths, *counted = host_copies([features.values(), features.lengths(), *counted], arrival_stream)
         if clicks == "with mean weights":
@@ -52,7 +52,7 @@ class HostFeatures:
 
 
 class PlannedFeatures:
-    """One batch of one lookup: its ids, and its plan where this rank has tables."""
+    """One batch of one lookup: its ids, and its plan if this rank has tables."""
 
     def __init__(self, features: HostFeatures, train: bool, clicks: ClickLayout | None) -> None:
         self.train = train
@@ -63,20 +63,20 @@ class PlannedFeatures:
         self.batch: PlannedBatch | None = None
 
     def wait(self) -> None:
-        """Wait until every row is in its slot."""
+        """Waits until every row is in its slot."""
         if self.batch is not None:
             self.batch.wait()
 
     def release(self) -> None:
-        """Unpin the rows; harmless twice."""
+        """Unpins the rows. Idempotent."""
         if self.batch is not None:
             self.batch.release()
 
 
 class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
-    """Looks ids up in the tables of one sharding that this rank holds. Where it holds none, its part of each exchange is empty.
+    """Looks up ids in this rank's tables of one sharding. Without tables its part of each exchange is empty.
 
-    The calls of a batch, in order: `plan`, `PlannedFeatures.wait`, `use`, `forward`.
+    The calls of a batch, in order: `plan`, `PlannedFeatures.wait`, `set_next`, `forward`.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
     ) -> None:
         """`configs` are in the order in which their features arrive.
 
-        Every backward calls `after_backward` with its error or None. `all_reduce` adds up a tensor of all ranks in place, where
-        they share the tables.
+        Every backward calls `after_backward` with its error or None. `all_reduce` sums a tensor over all ranks in place, if they
+        share the tables.
         """
         super().__init__()
         self._pooled = pooled
-        # Bags that are spread over ranks carry weights that make the mean: see `sharding`.
+        # Bags sharded over ranks have weights that compute the mean: see `sharding`.
         averaged = [pooled and config.pooling == PoolingType.MEAN for config in configs for _ in config.feature_names]
         self._mean = [not spreads_bags and each for each in averaged]
         self._clicks: ClickLayout | None = None
@@ -117,30 +117,30 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
 
     @property
     def fused_optimizer(self) -> TableOptimizer:
-        """The optimizer, with a param group for each table."""
+        """The optimizer, with one param group per table."""
         return self._optimizer
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The zero-row parameter of each table."""
+        """Yields the zero-row parameter of each table."""
         yield from self._params.items()
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
-        """An empty dict, because `Saver` saves the rows."""
+        """Returns an empty dict, because `Saver` saves the rows."""
         return {}
 
     def flush(self) -> None:
-        """Do nothing. TorchRec calls this before a state_dict."""
+        """Does nothing. TorchRec calls this before a state_dict."""
 
     def purge(self) -> None:
-        """Do nothing. TorchRec calls this before a state_dict is loaded."""
+        """Does nothing. TorchRec calls this before a state_dict is loaded."""
 
     def prefetch_batch(
         self, features: KeyedJaggedTensor, *, train: bool, in_background: bool, on_error: Callable[[Exception], None]
     ) -> None:
-        """Begin to fetch the rows of a batch that a later forward looks up. Call it in the order of the forwards.
+        """Starts loading the rows of a batch that a later forward looks up. Call it in the order of the forwards.
 
-        `on_error` is called with an error. With `in_background` a thread plans the batch; call `settle` before anyone uses the
-        tables. The batch has arrived on the caller's stream.
+        `on_error` is called with an error. With `in_background` a thread plans the batch; call `wait_until_planned` before any
+        other use of the tables. The batch has arrived on the caller's stream.
         """
         if self._group is None:
             return
@@ -151,7 +151,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
             on_error(error)
             return
         try:
-            # On the CPU nothing was copied yet, and the batch may change until its forward.
+            # On the CPU the batch was not copied and may change until its forward.
             there.ids = there.ids.copy() if features.device().type == "cpu" else there.ids
             self._prefetched = [*self._prefetched[-MAX_PREFETCHED:], there]
             if in_background:
@@ -162,49 +162,49 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
             on_error(error)
 
     def place_next(self, features: KeyedJaggedTensor, on_error: Callable[[Exception], None]) -> None:
-        """Move the rows of the next batch to the device, if it was announced; see `LookupGroup.place_next`."""
+        """Moves the rows of the next batch to the device, if it was prefetched; see `LookupGroup.place_next`."""
         there = next((there for there in self._prefetched if there.features is features), None)
         if self._group is not None and there is not None:
             self._group.place_next(there.ids, on_error)
 
     def unplace(self) -> None:
-        """Unpin the rows that `place_next` moved."""
+        """Unpins the rows that `place_next` moved."""
         if self._group is not None:
             self._group.prefetch_queue.unplace()
 
     def wait_until_planned(self) -> None:
-        """Wait until all that was announced is planned."""
+        """Waits until all prefetched batches are planned."""
         if self._group is not None:
             self._group.prefetch_queue.wait_until_planned()
 
     def drop_prefetched(self) -> None:
-        """Unpin the rows of all batches that were announced."""
+        """Unpins the rows of all prefetched batches."""
         self._prefetched.clear()
         if self._group is not None:
             self._group.drop_prefetched()
 
     def plan(self, features: KeyedJaggedTensor, *, train: bool, arrival_stream: Any = None) -> PlannedFeatures:
-        """Plan the batch of the next forward. `arrival_stream` is the stream on which it arrived; see `host_copies`."""
+        """Plans the batch of the next forward. `arrival_stream` is the stream on which it arrived; see `host_copies`."""
         planned = PlannedFeatures(self._host_features(features, arrival_stream), train, self._clicks)
         if self._group is not None:
             planned.batch = self._group.plan(planned.ids, train=train)
         return planned
 
     def _host_features(self, features: KeyedJaggedTensor, arrival_stream: Any) -> HostFeatures:
-        """What the CPU reads of a batch. It was copied already where the batch was announced."""
+        """Returns the host copies of a batch, which already exist if it was prefetched."""
         place = next((place for place, there in enumerate(self._prefetched) if there.features is features), None)
         if place is None:
             return HostFeatures(features, self._clicks, arrival_stream)
         found = self._prefetched[place]
-        del self._prefetched[: place + 1]  # no forward comes for those before it
+        del self._prefetched[: place + 1]  # the previous ones get no forward
         return found
 
     def set_next(self, planned: PlannedFeatures) -> None:
-        """Make this the batch of the next forward."""
+        """Sets the batch of the next forward."""
         self._next = planned
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled rows [B, C], or a row for each id [N, D]; empty where this rank has no table. It uses up the planned batch."""
+        """Returns pooled rows [B, C], or one row per id [N, D]; empty if this rank has no table. Consumes the planned batch."""
         planned, self._next = self._next, None
         if planned is None:
             raise StateError("the lookup has no planned batch: call the sharded module, not its lookups")
@@ -233,7 +233,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
 
 
 class _EmptyLookup(torch.autograd.Function):
-    """Lets a rank without a table of the lookup take part in the agreement of the ranks in the backward."""
+    """Makes a rank without a table of the lookup take part in the collective agreement in the backward."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What the two sharded collections share, and the one exchange that makes an error on one rank an error on all."""
+"""The base of the two sharded collections, and the exchange that raises an error of one rank on all ranks."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,13 +40,13 @@ logger = logging.getLogger("torchrec_embcache")
 
 
 class ShardedCacheModule(RankAgreementMixin, CacheModule):
-    """What both sharded collections share, as a mixin over TorchRec's class.
+    """A mixin over TorchRec's class, shared by both sharded collections.
 
     The calls of a batch, in order:
 
-    1. `input_dist` checks the batch and begins to send its ids to the ranks that own their rows.
-    2. `prefetch`, which only a pipeline calls, announces the batch, so that its rows are fetched ahead.
-    3. `compute_and_output_dist` plans the batch, waits for its rows, agrees with the other ranks that all went well, and looks up.
+    1. `input_dist` checks the batch and starts to send its ids to the ranks that own their rows.
+    2. `prefetch`, which only a pipeline calls, plans the batch in advance, so that its rows are loaded early.
+    3. `compute_and_output_dist` plans the batch, waits for its rows, checks that no rank has an error, and looks up.
     """
 
     _built = False
@@ -95,10 +95,10 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
         fused_params: Mapping[str, Any] | None,
         device: torch.device | None,
     ) -> None:
-        """Make this rank's tables.
+        """Creates this rank's tables.
 
-        TorchRec's `__init__`, which makes the lookups, needs them, and comes after this. Until it has run, `nn.Module` takes no
-        attributes, so that they go into `__dict__`.
+        TorchRec's `__init__`, which creates the lookups, needs them and runs later. Before it has run, `nn.Module` rejects
+        attributes, so that they are stored in `__dict__`.
         """
         owner = f"{type(self).__name__} {module.name!r}"
         # First, because nothing is changed yet.
@@ -133,19 +133,19 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
         state["_weighted"] = module.is_weighted() if hasattr(module, "is_weighted") else False
 
     def _finish(self) -> None:
-        """Give every rank a parameter of every table, so that state dicts have the same keys whatever the plan."""
+        """Registers a parameter of every table on every rank, so that state dicts have the same keys for any plan."""
         holder = getattr(self, self._prefix)
         for name, config in self._configs.items():
             if not hasattr(holder[name], "weight"):
                 holder[name].register_parameter(
                     "weight", placeholder_parameter(config.embedding_dim, self._module_tables.device, optimized=True)
                 )
-        # The order in which TorchRec sends features. It depends on no batch, so that TorchRec never has to change it.
+        # The order in which TorchRec sends features. It does not depend on batches, so that TorchRec never has to change it.
         self._input_keys = [name for sharding in self._shardings() for name in sharding.feature_names()]
         self.__dict__["_flush_schedule"] = self._module_tables.flush_schedule(collective=True)
         self._built = True
 
-    # `_prepare` sets these.
+    # Set by `_prepare`.
     _module_tables: ModuleTables
     _has_checked_buckets: bool
     _configs: dict[str, Any]
@@ -158,12 +158,12 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
 
     @property
     def tables(self) -> Mapping[str, CacheTable]:
-        """This rank's shards by the tables' names, with `stats`, `export`, `read_rows` and the rest of `CacheTable`."""
+        """This rank's shards by table name, with `stats`, `export`, `read_rows` and the rest of `CacheTable`."""
         return self._module_tables
 
     @property
     def table_names(self) -> Iterable[str]:
-        """The names of all tables, also of those on other ranks."""
+        """The names of all tables, including those on other ranks."""
         return self._configs
 
     def import_rows(
@@ -174,22 +174,22 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
         slots: Mapping[str, ValuesLike] | None = None,
         metadata: RowMetadata | None = None,
     ) -> None:
-        """Put rows into a table, over those that are there. Collective.
+        """Inserts or overwrites rows of a table. Collective.
 
-        Every rank calls this at the same time, each with rows of any ids, or with none. Each row goes to the rank that owns it.
+        Every rank calls this at the same time, with rows of any ids, or with none. Each row is sent to the rank that owns it.
 
         Args:
             table: the table's name.
             ids: [n] distinct 64-bit integers, as a tensor, a numpy array or a list.
             weights: [n, D] numbers, likewise.
             slots: the optimizer's slots by name, as in `RowChunk.slots`; None: zeros.
-            metadata: None: as of rows that were never used.
+            metadata: None: the metadata of rows that were never used.
 
         Raises:
-            InputError: on every rank where the rows of one are malformed, where `table` is not the name of a table, or where the
-                ranks name different tables or some give slots or metadata and others do not.
+            InputError: on every rank, if the rows of one are malformed, if `table` is not the name of a table, or if the ranks name
+                different tables or only some pass slots or metadata.
             StateError: no rank has the table.
-            CapacityError: on every rank where one has no room. The call can be made again once there is.
+            CapacityError: on every rank, if the rows do not fit on one. The call can be repeated once there is space.
 
         For example `sharded.import_rows("item", part_of_a_file["ids"], part_of_a_file["weights"])`.
         """
@@ -202,7 +202,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
         import_on_all_ranks(table, self._module_tables.shard(table), ids, weights, slots, metadata)
 
     def param_group(self, table: str) -> dict[str, Any] | None:
-        """The table's entry of `param_groups`; None where the table has no optimizer."""
+        """Returns the table's entry of `param_groups`; None if the table has no optimizer."""
         groups = [lookup.fused_optimizer.groups for lookup in self._lookups]
         return next((group[table] for group in groups if table in group), None)
 
@@ -212,11 +212,11 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
             self._lookups.append(sharding.create_lookup())
 
     def _shardings(self) -> list[Any]:
-        """TorchRec's shardings, in the order of their input exchanges."""
+        """Returns TorchRec's shardings, in the order of their input exchanges."""
         raise NotImplementedError
 
     def refresh_buckets(self) -> None:
-        """Send ids to the owners of the tables' buckets as these are now."""
+        """Makes ids be sent to the owners of the tables' current buckets."""
         for sharding in self._shardings():
             for table in sharding.sharded_tables():
                 if table.name in self._module_tables:
@@ -225,7 +225,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
             self._input_dists[:] = [sharding.create_input_dist() for sharding in self._shardings()]
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """The zero-row parameter of every table of the module, also of tables on other ranks."""
+        """Returns the zero-row parameter of every table of the module, including tables on other ranks."""
         return table_weights(getattr(self, self._prefix))
 
     def _make_lookup(self, tables: list[Any], spreads_bags: bool) -> CacheLookup:
@@ -247,30 +247,31 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
         )
 
     def __repr__(self) -> str:
-        """A line for each of this rank's shards."""
+        """Returns one line per shard of this rank."""
         groups = {name: group for lookup in self._lookups for name, group in lookup.fused_optimizer.groups.items()}
         return f"{type(self).__name__}(\n{tables_text(self._module_tables, groups)}\n)"
 
     def reset_parameters(self) -> None:
-        """Do nothing. A row is born when it is first looked up."""
+        """Does nothing. A row is initialized when it is first looked up."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load as TorchRec does. While the module is being made there is nothing to load."""
+        """Loads like TorchRec. During construction there is nothing to load."""
         if not self._built:
             return _IncompatibleKeys([], [])
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Check the batch and begin to send it.
+        """Checks the batch and starts to send it.
 
-        A bad batch travels as an empty one, so that the other ranks do not wait. The forward then refuses it on every rank.
+        An invalid batch is sent as an empty one, so that the other ranks do not wait. The forward then raises its error on every
+        rank.
         """
         check_not_recording(f"{self._owner}: the batch")
         try:
             checked = self._check(features)
             given = reorder_features(checked, self._input_keys)
             if self._free_features_storage_early:
-                # TorchRec frees these once every module has begun to send its own.
+                # TorchRec frees these once every module has started to send its input.
                 ctx.early_releasable_inputs.append(checked)
                 given = copy_features(checked) if given is checked else given
         except Exception as error:
@@ -284,7 +285,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
             if not self._has_uninitialized_input_dist:
                 self.refresh_buckets()
         if self._has_uninitialized_input_dist:
-            # TorchRec would also warn here of ids at or above num_embeddings, which are fine with these tables.
+            # TorchRec would also warn here of ids at or above num_embeddings, which are valid with these tables.
             self._create_input_dist(self._input_keys)
             self._has_uninitialized_input_dist = False
         return super().input_dist(ctx, given)  # type: ignore[misc]
@@ -317,10 +318,10 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
     def prefetch(
         self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None, *, in_background: bool = False
     ) -> None:
-        """Plan a batch whose ids have arrived, and begin to fetch its rows.
+        """Plans a batch whose ids have arrived, and starts loading its rows.
 
-        With `in_background` a thread plans it while this one computes, until `wait_for_prefetch`. Nothing is done without `ctx`,
-        the batch's context, in which the first error of a batch is kept.
+        With `in_background` a thread plans it while the caller computes, until `wait_for_prefetch`. Does nothing without `ctx`, the
+        batch's context, which stores the first error of a batch.
         """
         del forward_stream
         if ctx is None or ctx.error is not None:
@@ -331,11 +332,11 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
             ctx.error = error
             return
         for lookup, features in zip(self._lookups, dist_input, strict=True):
-            # The caller's stream comes after the ids, in every pipeline that prefetches.
+            # In every pipeline that prefetches, the caller's stream is ordered after the ids.
             lookup.prefetch_batch(features, train=train, in_background=in_background, on_error=self._log_prefetch_error)
 
     def place_next(self, dist_input: KJTList, ctx: Any) -> None:
-        """Move the rows of the next batch, which was prefetched, to the device while it computes what is queued.
+        """Moves the rows of the next, prefetched batch to the device while it computes queued work.
 
         `unplace_rows` undoes it. The ranks do not wait for each other here.
         """
@@ -344,15 +345,15 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
                 lookup.place_next(features, self._log_prefetch_error)
 
     def unplace_rows(self) -> None:
-        """Unpin the rows that `place_next` moved. Their batch stays prefetched."""
+        """Unpins the rows that `place_next` moved. Their batch stays prefetched."""
         for lookup in self._lookups:
             lookup.unplace()
 
     def _arrival_stream(self) -> Any:
-        """The stream on which a pipeline of TorchRec's brings batches; None where that is the stream of the forward.
+        """Returns the stream on which a TorchRec pipeline sends batches; None if it is the forward's stream.
 
-        A pipeline puts an object in the place of `forward` that has the stream. The stream of the forward itself waits for the
-        step before, and the CPU would wait for it too.
+        A pipeline replaces `forward` by an object that has the stream. The forward's stream itself waits for the previous step, and
+        the CPU would wait for it too.
         """
         forward = getattr(self, "forward", None)
         if getattr(forward, "_use_main_stream_for_dist_init", False):
@@ -360,16 +361,16 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
         return getattr(forward, "_stream", None)
 
     def _log_prefetch_error(self, error: Exception) -> None:
-        # The forward of the batch plans it again, and raises on every rank what is still wrong then.
+        # The forward of the batch plans it again, and raises on every rank any error that persists.
         logger.warning("%s: rows could not be fetched or moved ahead of their forward: %s", self._owner, error)
 
     def wait_for_prefetch(self) -> None:
-        """Wait until every batch that was prefetched is planned. Afterwards only the SSD tier still works on other threads."""
+        """Waits until every prefetched batch is planned. Afterwards only the SSD tier works on other threads."""
         for lookup in self._lookups:
             lookup.wait_until_planned()
 
     def drop_prefetched(self) -> None:
-        """Unpin the rows of batches that were prefetched and will not come."""
+        """Unpins the rows of prefetched batches whose forwards will not come."""
         for lookup in self._lookups:
             lookup.drop_prefetched()
 
@@ -381,12 +382,12 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
 
     @contextmanager
     def _ready(self, ctx: Any, dist_input: KJTList) -> Iterator[None]:
-        """Within this context every row of the batch is in its slot, on every rank; otherwise every rank raises.
+        """Has every row of the batch in its slot within the block, on every rank; otherwise every rank raises.
 
         An error leaves no row pinned.
         """
         if self.training and torch.is_grad_enabled():
-            # Every rank comes here, also with a bad batch, because the ranks flush together.
+            # Every rank calls this, even with an invalid batch, because the ranks flush together.
             self._flush_schedule.flush_if_due()
         planned: list[PlannedFeatures] = []
         error = ctx.error
@@ -399,7 +400,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
             except Exception as caught:
                 error = caught
             if self._drops_rows and self.training and torch.is_grad_enabled():
-                # No rank drops rows for a batch that another one refuses.
+                # No rank drops rows for a batch that another rank rejects.
                 self._raise_on_every_rank(error)
             try:
                 if error is None:
@@ -417,13 +418,13 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
             raise
 
     def compute(self, ctx: Any, dist_input: KJTList) -> list[torch.Tensor]:
-        """The results of one batch's lookups."""
+        """Returns the results of one batch's lookups."""
         with self._ready(ctx, dist_input):
             result: list[torch.Tensor] = super().compute(ctx, dist_input)  # type: ignore[misc]
         return result
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:  # noqa: A002 - TorchRec's name
-        """The results of one batch's lookups, which are on their way to the ranks of their samples."""
+        """Returns awaitables of one batch's lookup results, sent to the ranks of their samples."""
         with self._ready(ctx, input):
             return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
 
@@ -433,7 +434,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
         env: ShardingEnv,
         device: torch.device | None,
     ) -> None:
-        """Raise `UnsupportedError`: shards of a live module cannot move."""
+        """Raises `UnsupportedError`: the shards of an existing module cannot be moved."""
         del changed_sharding_params, env, device
         raise UnsupportedError(
             "update_shards is not supported yet: save with Saver and load into a model with the new plan"

@@ -1,4 +1,4 @@
-"""What was measured of tables, as TorchRec's planner takes it."""
+"""Measurements of tables in the form of TorchRec's planner."""
 
 import numpy as np
 import torch
@@ -15,14 +15,14 @@ _BINS = 1000
 
 
 def offload_stats(traffic: TableTraffic, world_size: int = 1) -> EmbeddingOffloadStats:
-    """The miss ratios of a table as TorchRec's planner knows them.
+    """Converts the miss ratios of a table to the form of TorchRec's planner.
 
-    TorchRec asks for a miss rate by the share of the table that is cached, where the whole table has none. So births are left out
-    here, as in `MissRatioCurve.reads_at`.
+    TorchRec requires a miss rate as a function of the cached fraction of the table, which is 0 for the entire table. New rows are
+    therefore excluded, as in `MissRatioCurve.reads_at`.
 
     Args:
-        traffic: of one rank's shard.
-        world_size: how many ranks have shards like it. TorchRec counts the lookups of the global batch.
+        traffic: the traffic of one rank's shard.
+        world_size: number of ranks with similar shards. TorchRec counts the lookups of the global batch.
 
     Examples:
         >>> from torchrec_embcache.sharded import offload_stats
@@ -46,17 +46,17 @@ def offload_stats(traffic: TableTraffic, world_size: int = 1) -> EmbeddingOffloa
 def planner_constraints(
     traffic: list[TableTraffic], advice: BudgetAdvice | None = None, *, world_size: int = 1
 ) -> dict[str, ParameterConstraints]:
-    """Constraints for `EmbeddingShardingPlanner(constraints=...)`, by the tables' names, with their cache parameters.
+    """Returns constraints for `EmbeddingShardingPlanner(constraints=...)`, by table name, with their cache parameters.
 
     Args:
-        traffic: of the tables, such as `traffic_of(model)`.
-        advice: gives each table's load factor: the share of its rows that fit the RAM. None: the budgets of now.
-        world_size: how many ranks have shards like these.
+        traffic: the traffic of the tables, such as `traffic_of(model)`.
+        advice: defines each table's load factor: the fraction of its rows that fit in RAM. None: the current budgets.
+        world_size: number of ranks with similar shards.
 
-    Raises `InputError` where two modules have tables of one name, because TorchRec names tables without their module.
+    Raises `InputError` if two modules have tables with the same name, because TorchRec names tables without their module.
 
     Examples:
-        Where TorchRec is installed:
+        With TorchRec installed:
 
         >>> from torchrec_embcache.sharded import planner_constraints
         >>> from torchrec_embcache.sizing import TableTraffic
@@ -80,7 +80,7 @@ def planner_constraints(
             in_ram = int(table.device_bytes / row.device + table.host_bytes / row.host)
         factor = min(in_ram / table.rows, 1.0)
         stats = offload_stats(table, world_size)
-        # TorchRec takes no factor of 0 or 1: without one the table is cached whole.
+        # TorchRec rejects factors of 0 and 1: without a factor the table is cached entirely.
         made[name] = ParameterConstraints(
             cache_params=CacheParams(load_factor=factor if 0.0 < factor < 1.0 else None, stats=stats)
         )

@@ -1,4 +1,4 @@
-"""The sharders that `DistributedModelParallel` and TorchRec's planner take."""
+"""The sharders for `DistributedModelParallel` and TorchRec's planner."""
 
 import copy
 import sys
@@ -32,8 +32,8 @@ __all__ = ["EmbCacheEmbeddingBagCollectionSharder", "EmbCacheEmbeddingCollection
 
 
 if TYPE_CHECKING:
-    # `DistributedModelParallel` takes a list of `ModuleSharder[nn.Module]`. A type checker refuses TorchRec's own sharders in it,
-    # because they are `ModuleSharder[EmbeddingBagCollection]`. Ours are sharders of any module to it.
+    # `DistributedModelParallel` takes a list of `ModuleSharder[nn.Module]`. A type checker rejects TorchRec's own sharders in it,
+    # because they are `ModuleSharder[EmbeddingBagCollection]`. For it, ours are sharders of any module.
     from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 
     _BagSharder: TypeAlias = BaseEmbeddingSharder[Any]
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 else:
     _BagSharder, _SequenceSharder = EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
-# What a plan says of TorchRec's kernels, and the values that mean what this package does. None and False mean it too.
+# Settings of TorchRec's kernels in a plan, and the values that match this package's behavior. None and False match, too.
 _KERNEL_SETTINGS: dict[str, tuple[Any, ...]] = {
     "enforce_hbm": (),
     "stochastic_rounding": (),
@@ -56,9 +56,9 @@ S = TypeVar("S", bound=ShardedCacheModule)
 
 
 class _CacheSharder(Generic[M, S]):
-    """What both sharders share, from module `M` to sharded module `S`, as a mixin over TorchRec's class.
+    """A mixin over TorchRec's class, shared by both sharders, from module `M` to sharded module `S`.
 
-    The planner weighs a table by how many rows its budgets hold: how many ids there may be says nothing of memory.
+    The planner sizes a table by the rows that fit its budgets: the number of possible ids does not determine memory.
     """
 
     _module_type: type[M]
@@ -79,7 +79,7 @@ class _CacheSharder(Generic[M, S]):
 
     @property
     def sharded_module_type(self) -> type[S]:
-        """The class of the modules that it makes."""
+        """The class of the modules that it creates."""
         return self._sharded_module_type
 
     def shard(
@@ -90,9 +90,9 @@ class _CacheSharder(Generic[M, S]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> S:
-        """The sharded module. Each rank takes over the rows of its buckets that `module` has, and `module` is closed.
+        """Creates the sharded module. Each rank adopts the rows of its buckets from `module`, which is closed.
 
-        Raises `UnsupportedError` for what TorchRec's sharder has and this one has not, `ConfigError` for a plan that does not fit.
+        Raises `UnsupportedError` for unsupported features of TorchRec's sharder, and `ConfigError` for a plan that does not fit.
         """
         return self._sharded_module_type(
             module,
@@ -105,27 +105,27 @@ class _CacheSharder(Generic[M, S]):
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Row-wise, by bucket, and table-wise, on any device.
+        """Returns row-wise, by bucket, and table-wise, on any device.
 
-        Where a constraint of the planner's allows neither for a table, this gives what it allows. The planner runs on the first
-        rank alone, where an error would leave the other ranks waiting. `shard` then refuses the plan on every rank.
+        If a constraint of the planner allows neither for a table, also returns the types that it allows. The planner runs only on
+        the first rank, and an error there would block the other ranks. `shard` then rejects the plan on every rank.
         """
         del compute_device_type
         return list(SHARDING_TYPES) + _required_sharding_types(sys._getframe(1).f_locals)  # noqa: SLF001
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """TorchRec's fused kernel, because the planner has no price for a customised one."""
+        """Returns TorchRec's fused kernel, because the planner has no cost model of a customized one."""
         del sharding_type, compute_device_type
         return [EmbeddingComputeKernel.FUSED.value]
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        """Each table as a parameter on meta, with as many rows as its budgets in RAM hold."""
+        """Returns each table as a parameter on meta, with the number of rows that fit its budgets in RAM."""
         return {name: _meta_parameter(module, name, param) for name, param in module.weights().items()}
 
     def _check_params(
         self, module: Any, params: dict[str, ParameterSharding], env: ShardingEnv
     ) -> dict[str, ParameterSharding]:
-        """A copy of `params` that names the kernel of this package. Raises for what is not supported."""
+        """Returns a copy of `params` with the kernel of this package. Raises for unsupported settings."""
         if isinstance(env, ShardingEnv2D):
             raise UnsupportedError("2D parallelism is not supported yet: use one ShardingEnv over all ranks")
         if env.process_group is None:
@@ -164,7 +164,7 @@ class _CacheSharder(Generic[M, S]):
             )
 
     def _check_kernel_settings(self, table: str, param: ParameterSharding) -> None:
-        """`UnsupportedError` for settings of TorchRec's kernels, which do not run here. The load factor is the planner's alone."""
+        """Raises `UnsupportedError` for settings of TorchRec's kernels, which are not used here. The load factor is allowed."""
         cache = param.cache_params
         given = {name: getattr(param, name) for name in _KERNEL_SETTINGS}
         given |= {f"cache_params.{name}": getattr(cache, name) for name in _CACHE_SETTINGS if cache is not None}
@@ -181,7 +181,7 @@ class _CacheSharder(Generic[M, S]):
         env: ShardingEnv,
         device: torch.device | None = None,
     ) -> S:
-        """Raise `UnsupportedError`: shards of a live module cannot move."""
+        """Raises `UnsupportedError`: the shards of an existing module cannot be moved."""
         del sharded_module, changed_shard_to_params, env, device
         raise UnsupportedError(
             "moving the shards of a live module is not supported yet: save with Saver and load into the new plan"
@@ -189,10 +189,10 @@ class _CacheSharder(Generic[M, S]):
 
 
 def _required_sharding_types(planner: Mapping[str, Any]) -> list[str]:
-    """The sharding types that a planner's constraint demands of a table, where it allows none of `SHARDING_TYPES`.
+    """Returns the sharding types that a planner's constraint requires for a table, if it allows none of `SHARDING_TYPES`.
 
     `planner` has the variables of TorchRec's enumerator at its call: `self`, the enumerator, and `name`, the table's name. The
-    enumerator gives a sharder neither.
+    enumerator passes neither to a sharder.
     """
     constraints = getattr(planner.get("self"), "_constraints", None) or {}
     demanded = getattr(constraints.get(planner.get("name")), "sharding_types", None) or []
@@ -211,15 +211,15 @@ class EmbCacheEmbeddingBagCollectionSharder(
     """Shards `EmbCacheEmbeddingBagCollection` for `DistributedModelParallel`, row-wise by bucket or table-wise.
 
     Args:
-        fused_params: what training uses, as for TorchRec's sharder: `optimizer` (an `EmbOptimType`), `learning_rate`, `eps`,
-            `beta1`, `beta2`, `weight_decay`, `gradient_clipping` and `max_gradient`. Where `apply_optimizer_in_backward` set an
-            optimizer, that one is used.
+        fused_params: training settings, as for TorchRec's sharder: `optimizer` (an `EmbOptimType`), `learning_rate`, `eps`,
+            `beta1`, `beta2`, `weight_decay`, `gradient_clipping` and `max_gradient`. An optimizer set by
+            `apply_optimizer_in_backward` has priority.
         qcomm_codecs_registry: TorchRec's codecs for the exchanges between ranks.
 
     Raises `ConfigError` and `UnsupportedError` for `fused_params` that are out of range or not supported.
 
     Examples:
-        In a world of one rank, where `torch.distributed` is initialised, by torchrun for one:
+        In a world of one rank, with `torch.distributed` initialized, for example by torchrun:
 
         >>> import torch
         >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -258,14 +258,14 @@ class EmbCacheEmbeddingCollectionSharder(
     """Shards `EmbCacheEmbeddingCollection` for `DistributedModelParallel`, row-wise by bucket or table-wise.
 
     Args:
-        fused_params: what training uses, as for TorchRec's sharder: `optimizer` (an `EmbOptimType`), `learning_rate`, `eps`,
-            `beta1`, `beta2`, `weight_decay`, `gradient_clipping` and `max_gradient`. Where `apply_optimizer_in_backward` set an
-            optimizer, that one is used.
+        fused_params: training settings, as for TorchRec's sharder: `optimizer` (an `EmbOptimType`), `learning_rate`, `eps`,
+            `beta1`, `beta2`, `weight_decay`, `gradient_clipping` and `max_gradient`. An optimizer set by
+            `apply_optimizer_in_backward` has priority.
         qcomm_codecs_registry: TorchRec's codecs for the exchanges between ranks.
-        use_index_dedup: TorchRec's. `UnsupportedError` for True: each rank removes duplicates before it looks up anyway.
+        use_index_dedup: TorchRec's. True raises `UnsupportedError`: each rank removes duplicates before it looks up anyway.
 
     Examples:
-        In a world of one rank, where `torch.distributed` is initialised:
+        In a world of one rank, with `torch.distributed` initialized:
 
         >>> import torch
         >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor

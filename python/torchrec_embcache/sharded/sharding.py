@@ -1,11 +1,11 @@
-"""How ids travel to the rank that owns their bucket, and how pooled rows travel back.
+"""Sends ids to the rank that owns their bucket, and pooled rows back.
 
-These are TorchRec's own shardings, with its exchanges of inputs and outputs, changed in two points. Row-wise, an id goes to the
-rank that owns its bucket (see `buckets`), and stays what it is. The ids of a bag of length L that is averaged carry weights of
-1/L before the bag is spread over ranks. Then every rank sums, and nobody has to know a divisor at the end. Where the batch has
-clicks, the length L travels in the same number as they do.
+These are TorchRec's own shardings, with its exchanges of inputs and outputs, changed in two ways. Row-wise, an id is sent unchanged
+to the rank that owns its bucket (see `buckets`). The ids of an averaged bag of length L get weights of 1/L before the bag is split
+over ranks. Every rank then sums, and no divisor is needed at the end. If the batch has clicks, L is packed into the same number as
+the clicks.
 
-Shapes: F features, B bags a feature, N ids.
+Shapes: F features, B bags per feature, N ids.
 """
 
 from collections.abc import Callable
@@ -36,18 +36,18 @@ __all__ = ["SHARDING_TYPES", "pooled_sharding", "sequence_sharding", "split_clic
 
 SHARDING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value)
 
-# Clicks and a bag's length travel in one float64. Lengths are smaller than this, and clicks below 2^24, so that both are exact.
+# Clicks and a bag's length are packed into one float64. Both are exact: lengths are smaller than this, and clicks below 2^24.
 _DIVISORS = 2.0**28
 
-# Makes the lookup of one sharding, of this rank's tables as TorchRec's sharded configs. True: bags are spread over ranks.
+# Creates the lookup of one sharding, from this rank's tables as TorchRec's sharded configs. True: bags are split over ranks.
 LookupFactory = Callable[[list[Any], bool], nn.Module]
 
 
 class BucketFeaturesDist(RwSparseFeaturesDist):
     """Sends each id to the rank that owns its bucket.
 
-    TorchRec takes the remainder of the numbers that it is given, by the number of buckets. So it is given the hashes of the
-    ids. The hash is a bijection, so that the ids take the place of their hashes again before they are sent.
+    TorchRec takes its input modulo the number of buckets, so that it is given the hashes of the ids. The hash is a bijection, and
+    the ids are restored from their hashes before they are sent.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
         device: torch.device | None,
         is_sequence: bool,
     ) -> None:
-        """For the table of feature f, `num_buckets[f]` is the number of buckets, and `mean[f]` says whether bags are averaged."""
+        """For the table of feature f, `num_buckets[f]` is the number of buckets, and `mean[f]` is true if bags are averaged."""
         ranks = pg.size()
         accepted = [max(buckets, ranks) for buckets in num_buckets]
-        # zch_sizes and block sizes of 0 make fbgemm take remainders. Without zch_sizes it refuses shares of different sizes.
+        # zch_sizes and block sizes of 0 make fbgemm compute remainders. Without zch_sizes it rejects ranges of different sizes.
         super().__init__(
             pg=pg,
             num_features=len(num_buckets),
@@ -73,8 +73,8 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
             zch_sizes=accepted,
         )
         if accepted != num_buckets:
-            # TorchRec refuses fewer buckets than ranks, as a checkpoint that was loaded may have. fbgemm takes them: a rank without
-            # buckets is sent nothing.
+            # TorchRec rejects fewer buckets than ranks, which a loaded checkpoint may have. fbgemm supports them: a rank without
+            # buckets receives no ids.
             begins = [[bucket_range(rank, ranks, buckets)[0] for rank in range(ranks)] for buckets in num_buckets]
             self.zch_bucketize_row_pos = [
                 torch.tensor([*begin, buckets], dtype=torch.int64, device="cpu")
@@ -82,22 +82,22 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
             ]
             self._feature_total_num_blocks_tensor = torch.tensor([num_buckets], device=device, dtype=torch.int64)
         self._mean = mean
-        # A hook runs before the exchange also where a pipeline replaces the exchange's forward.
+        # A hook runs before the exchange even if a pipeline replaces the exchange's forward.
         self._dist.register_forward_pre_hook(self._restore_ids)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
-        """Begin the exchange, with weights where bags are averaged."""
+        """Starts the exchange, with weights if bags are averaged."""
         if any(self._mean):
             sparse_features = _with_mean_weights(sparse_features, self._mean)
         return super().forward(_with_hashes(sparse_features))
 
     def _restore_ids(self, _exchange: nn.Module, features: tuple[KeyedJaggedTensor]) -> None:
-        """Put the ids in the place of their hashes."""
+        """Restores the ids from their hashes in place."""
         unhash_ids_(features[0].values())
 
 
 def _with_hashes(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The batch with hashes in the place of the ids."""
+    """Returns the batch with hashes instead of ids."""
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=hash_ids_(features.values().clone(memory_format=torch.contiguous_format)),
@@ -124,19 +124,18 @@ def _with_mean_weights(features: KeyedJaggedTensor, mean: list[bool]) -> KeyedJa
 
 
 def split_clicks_and_weights(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `BucketFeaturesDist` has put into float64 [N]: the clicks [N], and the float32 weights [N] that make the mean."""
+    """Unpacks the float64 [N] of `BucketFeaturesDist`: the clicks [N], and the float32 weights [N] that compute the mean."""
     return packed.div(_DIVISORS).floor(), packed.remainder(_DIVISORS).to(torch.float32).reciprocal()
 
 
 class PaddedPooledDist(RwPooledEmbeddingDist):
-    """Adds up the pooled rows of all ranks, and gives each rank those of its own bags. Batches may differ in size between ranks.
+    """Sums the pooled rows of all ranks, and returns to each rank those of its own bags. Batch sizes may differ between ranks.
 
-    TorchRec has an exchange of different sizes with NCCL only. So the bags of every rank are padded with zeros to the largest
-    batch.
+    TorchRec supports different sizes only with NCCL. The bags of every rank are therefore padded with zeros to the largest batch.
     """
 
     def forward(self, local_embs: torch.Tensor, sharding_ctx: Any = None) -> Any:
-        """From `local_embs` [B of rank 0 + B of rank 1 + ..., C] to an awaitable [B of this rank, C]."""
+        """Converts `local_embs` [B of rank 0 + B of rank 1 + ..., C] to an awaitable [B of this rank, C]."""
         sizes: list[int] = list(sharding_ctx.batch_size_per_rank) if sharding_ctx is not None else []
         if len(set(sizes)) <= 1:
             return super().forward(local_embs, sharding_ctx)
@@ -148,9 +147,9 @@ class PaddedPooledDist(RwPooledEmbeddingDist):
 
 
 class _CacheSharding:
-    """What the four shardings share: the lookup of this package.
+    """The base of the four shardings, which creates the lookup of this package.
 
-    `make_lookup` is set before anything is made.
+    `make_lookup` is set before any other use.
     """
 
     make_lookup: LookupFactory
@@ -158,11 +157,11 @@ class _CacheSharding:
     _grouped_embedding_configs: list[Any]
 
     def sharded_tables(self) -> list[Any]:
-        """TorchRec's configs of the tables that this rank holds, in the order in which their features arrive."""
+        """Returns TorchRec's configs of this rank's tables, in the order in which their features arrive."""
         return [table for group in self._grouped_embedding_configs for table in group.embedding_tables]
 
     def create_lookup(self, *_args: Any, **_kwargs: Any) -> nn.Module:
-        """The lookup of the tables that this rank holds, in the order in which their features arrive."""
+        """Creates the lookup of this rank's tables, in the order in which their features arrive."""
         return self.make_lookup(self.sharded_tables(), self.spreads_bags)
 
 
@@ -173,7 +172,7 @@ class _RowWise(_CacheSharding):
     _device: torch.device
 
     def create_input_dist(self, device: torch.device | None = None) -> BucketFeaturesDist:
-        """The exchange that sends ids to the owners of their buckets."""
+        """Creates the exchange that sends ids to the owners of their buckets."""
         tables = self.sharded_tables()
         buckets = [table.total_num_buckets for table in tables for _ in table.feature_names]
         mean = [table.pooling == PoolingType.MEAN for table in tables for _ in table.feature_names]
@@ -181,10 +180,10 @@ class _RowWise(_CacheSharding):
 
 
 class RowWisePooledSharding(_RowWise, RwPooledEmbeddingSharding):
-    """The buckets of a table are spread over all ranks. Each rank pools its own rows, and a reduce-scatter adds them up."""
+    """The buckets of a table are sharded over all ranks. Each rank pools its own rows, and a reduce-scatter sums them."""
 
     def create_output_dist(self, device: torch.device | None = None) -> PaddedPooledDist:
-        """The exchange that sends pooled rows back to the ranks of their bags."""
+        """Creates the exchange that sends pooled rows back to the ranks of their bags."""
         del device
         return PaddedPooledDist(
             self._pg, embedding_dims=self.embedding_dims(), qcomm_codecs_registry=self.qcomm_codecs_registry
@@ -192,7 +191,7 @@ class RowWisePooledSharding(_RowWise, RwPooledEmbeddingSharding):
 
 
 class RowWiseSequenceSharding(_RowWise, RwSequenceEmbeddingSharding):
-    """The buckets of a table are spread over all ranks. Rows come back by an all-to-all."""
+    """The buckets of a table are sharded over all ranks. Rows are returned by an all-to-all."""
 
     is_sequence = True
 
@@ -201,7 +200,7 @@ class TableFeaturesDist(TwSparseFeaturesDist):
     """Sends each id to the rank of its table."""
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
-        """Begin the exchange. A pipeline with `clear_data_dist_inputs` frees what is sent, which is a copy then."""
+        """Starts the exchange. A pipeline with `clear_data_dist_inputs` frees the sent tensors, which are then a copy."""
         if PipelinedForward._use_main_stream_for_dist_init:  # noqa: SLF001 - such a pipeline sets it
             sparse_features = copy_features(sparse_features)
         return super().forward(sparse_features)
@@ -212,26 +211,26 @@ class _TableWise(_CacheSharding):
     features_per_rank: Callable[[], list[int]]
 
     def create_input_dist(self, device: torch.device | None = None) -> TableFeaturesDist:
-        """The exchange that sends ids to the ranks of their tables."""
+        """Creates the exchange that sends ids to the ranks of their tables."""
         del device
         return TableFeaturesDist(self._pg, self.features_per_rank())
 
 
 class TableWisePooledSharding(_TableWise, TwPooledEmbeddingSharding):
-    """A table is on one rank, which pools whole bags."""
+    """A table is on one rank, which pools entire bags."""
 
 
 class TableWiseSequenceSharding(_TableWise, TwSequenceEmbeddingSharding):
-    """A table is on one rank. Rows come back by an all-to-all."""
+    """A table is on one rank. Rows are returned by an all-to-all."""
 
 
 def pooled_sharding(sharding_type: str) -> type[Any]:
-    """The class that shards bags by `sharding_type`. `UnsupportedError` for a type that is not supported."""
+    """Returns the class that shards bags by `sharding_type`. Raises `UnsupportedError` for unsupported types."""
     return _choose_sharding(sharding_type, RowWisePooledSharding, TableWisePooledSharding)
 
 
 def sequence_sharding(sharding_type: str) -> type[Any]:
-    """The class that shards sequences by `sharding_type`. `UnsupportedError` for a type that is not supported."""
+    """Returns the class that shards sequences by `sharding_type`. Raises `UnsupportedError` for unsupported types."""
     return _choose_sharding(sharding_type, RowWiseSequenceSharding, TableWiseSequenceSharding)
 
 

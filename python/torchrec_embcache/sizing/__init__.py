@@ -1,6 +1,6 @@
-"""Choosing budgets: how the miss ratio depends on them, and how to divide them between tables and tiers.
+"""Choice of budgets: miss ratios as a function of the budget, and the division of budgets between tables and tiers.
 
-    advice = advise(model, ram="64GiB", ssd="1TiB")  # of a model whose tables measure: TierBudgets(..., sizing=True)
+    advice = advise(model, ram="64GiB", ssd="1TiB")  # tables measure their traffic: TierBudgets(..., sizing=True)
     print(advice)
 
 docs/sizing.md has worked examples.

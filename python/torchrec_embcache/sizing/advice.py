@@ -1,4 +1,4 @@
-"""How to divide budgets between the tables and the tiers."""
+"""Division of budgets between tables and tiers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .traffic import TableTraffic, traffic_of
 
 __all__ = ["BudgetAdvice", "TableAdvice", "advise", "current_advice"]
 
-# A record of this many bytes costs twice as much to read as its place alone: a disk reads whole pages.
+# A record of this size costs twice as much to read as its seek: a disk reads entire pages.
 _PAGE_BYTES = 4096
-# The share of an SSD tier that may be live, so that compaction writes each byte a few times at most.
+# Fraction of an SSD tier that may be live, so that compaction writes each byte a few times at most.
 _LIVE_RATIO = 0.8
-# Files of an SSD tier are larger than its rows where it has few of them.
+# Minimum size of the files of an SSD tier, which are larger than its rows if it has few rows.
 _MIN_SSD_BYTES = 16 << 20
-# What a table takes beside its rows, such as notes of what left it since the last save.
+# Memory of a table in addition to its rows, such as its record of rows removed since the last save.
 _FIXED_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableAdvice:
-    """Budgets for one shard of a table, and what they would do.
+    """Recommended budgets for one shard of a table, and their predicted effect.
 
     - `name`: "<module>/<table>".
-    - `rows`: that the shard has.
-    - `table_bytes`: of all its rows, as RAM takes them.
-    - `device_bytes`, `host_bytes`, `ssd_bytes`: the budgets; 0 for a tier that it is not given.
-    - `rows_in_ram`: how many rows fit device and host together.
-    - `miss_ratio`: the share of lookups that would miss them, first uses included.
+    - `rows`: number of rows of the shard.
+    - `table_bytes`: bytes of all its rows in RAM.
+    - `device_bytes`, `host_bytes`, `ssd_bytes`: the budgets; 0 for no tier.
+    - `rows_in_ram`: number of rows that fit in the device and host tiers together.
+    - `miss_ratio`: fraction of lookups that would miss these tiers, first uses included.
     - `reads_per_batch`: rows that a batch would read from SSD.
 
     Examples:
@@ -59,18 +59,18 @@ class TableAdvice:
     reads_per_batch: float
 
     def tiers(self, like: TierBudgets) -> TierBudgets:
-        """`like` with these budgets."""
+        """Returns `like` with these budgets."""
         return replace(like, device_bytes=self.device_bytes, host_bytes=self.host_bytes, ssd_bytes=self.ssd_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetAdvice:
-    """How `advise` divides the budgets, and what more of them would save.
+    """Result of `advise`: the division of the budgets, and the savings from a larger budget.
 
     - `tables`: the budgets of each table, by its name.
     - `ram`, `ssd`, `device`: the bytes that were divided.
-    - `reads_per_batch`: rows that a batch would read from SSD, of all tables.
-    - `reads_per_batch_now`: the same with the budgets that the tables have now; None where they have none.
+    - `reads_per_batch`: rows that a batch would read from SSD, over all tables.
+    - `reads_per_batch_now`: the same with the tables' current budgets; None if they have none.
     - `reads_per_batch_doubled`: the same with twice the RAM.
     - `moves_per_batch`: rows that a batch would move to the device.
 
@@ -116,7 +116,7 @@ class BudgetAdvice:
         return "\n".join([*lines, *self.sentences()])
 
     def sentences(self) -> list[str]:
-        """What the budgets would do, in words."""
+        """Returns the predicted effect of the budgets as sentences."""
         said = [f"A batch would read {self.reads_per_batch:,.1f} rows from SSD."]
         if self.reads_per_batch_now is not None:
             said.append(f"With the budgets of now it reads {self.reads_per_batch_now:,.1f}.")
@@ -126,7 +126,7 @@ class BudgetAdvice:
         return said
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields as JSON has them."""
+        """Returns its fields in a JSON-serializable form."""
         return {**vars(self), "tables": {name: vars(table) for name, table in self.tables.items()}}
 
 
@@ -138,20 +138,20 @@ def advise(
     device: int | str = 0,
     batches_in_flight: int = 2,
 ) -> BudgetAdvice:
-    """Divide the budgets of this rank between its tables and their tiers, such that batches wait least for the SSD.
+    """Divides the budgets of this rank between its tables and their tiers so that batches wait least for the SSD.
 
     Args:
-        model: with tables that measure their traffic (`TierBudgets(sizing=True)`) and were trained for a while; or traffic, such
-            as `TableTraffic.assumed(...)`.
-        ram: for all host tiers together, such as "64GiB".
-        ssd: for all SSD tiers together. 0: there is none, and RAM must have room for every row.
-        device: for all device tiers together. 0: there is none, and the kernels run on the host tiers.
-        batches_in_flight: how many batches hold their rows at once: 1, and as many as a pipeline plans ahead.
+        model: a model whose tables measure their traffic (`TierBudgets(sizing=True)`) and were trained for a while; or traffic,
+            such as `TableTraffic.assumed(...)`.
+        ram: total of all host tiers, such as "64GiB".
+        ssd: total of all SSD tiers. 0: there is no SSD tier, and RAM must fit every row.
+        device: total of all device tiers. 0: there is no device tier, and the kernels run on the host tiers.
+        batches_in_flight: number of batches that pin their rows at the same time: 1 plus the number that a pipeline plans ahead.
 
     Raises:
         ConfigError: a budget is too small for the tables.
         InputError: there is no table.
-        StateError: a table measures nothing, or was not used yet.
+        StateError: a table does not measure its traffic, or was not used yet.
 
     Examples:
         >>> from torchrec_embcache.sizing import TableTraffic, advise
@@ -236,7 +236,7 @@ def _host_request(table: TableTraffic, device_bytes: int, budget: _RankBudget, b
     fixed = _index_bytes(table, bool(budget.ssd)) + _FIXED_BYTES
     least = fixed + _batch_rows(table, batches) * row
     most = max(fixed + round(max(table.rows - held, 0.0)) * row, least)
-    # A read has its price, and each page more.
+    # Each read has a fixed cost, plus a cost per page.
     cost = table.lookups_per_batch * (1.0 + table.row_bytes.ssd / _PAGE_BYTES)
     return BudgetRequest(least, most, row, fixed, held, table.curve, cost)
 
@@ -254,7 +254,7 @@ def _ssd_bytes(tables: Sequence[TableTraffic], ssd: int) -> list[int]:
 
 
 def _table_advice(table: TableTraffic, device_bytes: int, host_bytes: int, ssd_bytes: int) -> TableAdvice:
-    """What budgets of a table would do."""
+    """Returns the predicted effect of a table's budgets."""
     row = table.row_bytes
     # Without an SSD tier all rows are in RAM.
     beside = _index_bytes(table, bool(ssd_bytes)) + (_FIXED_BYTES if ssd_bytes else 0)
@@ -269,13 +269,13 @@ def _table_advice(table: TableTraffic, device_bytes: int, host_bytes: int, ssd_b
         ssd_bytes=ssd_bytes,
         rows_in_ram=int(rows),
         miss_ratio=table.curve.at(rows),
-        # Once all rows are in RAM, what is left of misses are rows that were used for the first time since the measurement began.
+        # Once all rows are in RAM, the remaining misses are first uses since the start of the measurement.
         reads_per_batch=table.lookups_per_batch * table.curve.reads_at(rows) if rows < table.rows else 0.0,
     )
 
 
 def current_advice(table: TableTraffic) -> TableAdvice | None:
-    """What the budgets that a table has now do; None where it has none."""
+    """Returns the predicted effect of a table's current budgets; None if it has none."""
     if not (table.host_bytes or table.device_bytes):
         return None
     return _table_advice(table, table.device_bytes, table.host_bytes, table.ssd_bytes)

@@ -1,4 +1,4 @@
-"""Dividing a budget between tables, so that the cost of what it does not hold is least."""
+"""Division of a budget between tables that minimizes the cost of misses."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torchrec_embcache.miss_ratios import MissRatioCurve
 
 __all__ = ["BudgetRequest", "divide_budget"]
 
-# Sizes at which the cost of a table is looked at.
+# Number of sizes at which the cost of a table is evaluated.
 _SIZES = 256
 
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """What a table wants of a budget.
+    """A table's request for a part of a budget.
 
-    - `min_bytes`: bytes that it must have.
-    - `max_bytes`: bytes of which more is of no use.
+    - `min_bytes`: required bytes.
+    - `max_bytes`: bytes beyond which more is useless.
     - `row_bytes`: bytes of a row.
-    - `fixed_bytes`: bytes that hold no rows, such as those of an index. They are part of `min_bytes`.
-    - `rows_elsewhere`: rows that another tier of RAM holds already.
+    - `fixed_bytes`: bytes that store no rows, such as those of an index. They are included in `min_bytes`.
+    - `rows_elsewhere`: rows that another tier of RAM already holds.
     - `curve`: its miss ratios.
-    - `weight`: the cost of a miss of all lookups.
+    - `weight`: the cost if every lookup is a miss.
     """
 
     min_bytes: int
@@ -41,22 +41,22 @@ class BudgetRequest:
     weight: float
 
     def rows(self, size: float) -> float:
-        """The rows that are in RAM with a budget of `size` bytes, those of the other tier included."""
+        """Returns the number of rows in RAM with a budget of `size` bytes, including the other tier's rows."""
         return self.rows_elsewhere + max(size - self.fixed_bytes, 0.0) / self.row_bytes
 
     def cost(self, size: float) -> float:
-        """The cost of the misses with a budget of `size` bytes."""
+        """Returns the cost of misses with a budget of `size` bytes."""
         return self.weight * self.curve.reads_at(self.rows(size))
 
 
 def divide_budget(budget: int, requests: Sequence[BudgetRequest], field: str) -> list[int]:
-    """Bytes for each table, `budget` in all, such that the costs add up to the least.
+    """Returns the bytes of each table, `budget` in total, such that the sum of the costs is minimal.
 
-    The costs are taken at many sizes, and their lower convex hulls are descended where the next byte saves most. That is the best
-    division of these hulls (Stone, Turek, Wolf, "Optimal partitioning of cache memory", 1992). A budget that is larger than all
-    tables can use is divided by what they can use.
+    The costs are sampled at many sizes, and the lower convex hulls are descended in order of savings per byte. This is the optimal
+    division of these hulls (Stone, Turek, Wolf, "Optimal partitioning of cache memory", 1992). If the budget exceeds the sum of
+    `max_bytes`, the excess is divided in proportion to `max_bytes`.
 
-    `ConfigError` names `field` where the budget is below what the tables need at least.
+    Raises `ConfigError`, which names `field`, if the budget is below the sum of the required bytes.
     """
     least = sum(share.min_bytes for share in requests)
     if budget < least:
@@ -68,7 +68,7 @@ def divide_budget(budget: int, requests: Sequence[BudgetRequest], field: str) ->
     given = [share.min_bytes for share in requests]
     left = budget - least
     steps = [_hull(share) for share in requests]
-    # The next step of each table, the one that saves most for a byte first.
+    # The next step of each table, largest savings per byte first.
     queue = [(-slopes[0], table, 0) for table, (_, slopes) in enumerate(steps) if len(slopes)]
     heapq.heapify(queue)
     while queue and left > 0:
@@ -86,7 +86,7 @@ def divide_budget(budget: int, requests: Sequence[BudgetRequest], field: str) ->
 
 
 def _hull(request: BudgetRequest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The corners of the lower convex hull of a table's cost, as sizes [n + 1], and what a byte saves between them [n]."""
+    """Returns the corners of a table's lower convex cost hull as sizes [n + 1], and the savings per byte between them [n]."""
     least, most = float(request.min_bytes), float(max(request.max_bytes, request.min_bytes))
     if most <= least:
         return np.array([least]), np.empty(0)
@@ -106,5 +106,5 @@ def _hull(request: BudgetRequest) -> tuple[NDArray[np.float64], NDArray[np.float
 
 
 def _slope(sizes: NDArray[np.float64], costs: NDArray[np.float64], begin: int, end: int) -> float:
-    """What a byte saves between two sizes."""
+    """Returns the savings per byte between two sizes."""
     return float((costs[begin] - costs[end]) / (sizes[end] - sizes[begin]))

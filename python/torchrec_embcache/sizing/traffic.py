@@ -1,4 +1,4 @@
-"""What is known of a table and of its traffic: all that a choice of budgets depends on."""
+"""Properties of a table and its traffic: the inputs of the choice of budgets."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TableTraffic:
-    """One shard of a table, and how its rows are used.
+    """One shard of a table, and the usage of its rows.
 
     - `name`: "<module>/<table>".
     - `dim`: D, the width of a row.
-    - `optimizer`: whose slots the rows have, as in `torchrec_embcache.optimizers`: "rowwise_adagrad", "adam", ...
-    - `rows`: how many rows the shard has, in all tiers.
-    - `policy`: which rows leave a full tier first. Bytes of a row depend on it.
+    - `optimizer`: the optimizer whose slots the rows have, as in `torchrec_embcache.optimizers`: "rowwise_adagrad", "adam", ...
+    - `rows`: number of rows of the shard, in all tiers.
+    - `policy`: the cache policy of full tiers, which affects the bytes of a row.
     - `curve`: the miss ratios of caches of any size.
-    - `device_bytes`, `host_bytes`, `ssd_bytes`: its budgets now; 0 for a tier that it does not have.
+    - `device_bytes`, `host_bytes`, `ssd_bytes`: its current budgets; 0 for a tier that it does not have.
 
-    `traffic_of(model)` measures it, and `TableTraffic.assumed(...)` makes it up where nothing runs yet.
+    `traffic_of(model)` measures the traffic, and `TableTraffic.assumed(...)` models it before anything runs.
 
     Examples:
         >>> from torchrec_embcache.sizing import TableTraffic
@@ -62,7 +62,7 @@ class TableTraffic:
 
     @classmethod
     def from_table(cls, name: str, table: CacheTable) -> Self:
-        """What was measured on a table. `StateError` where it does not measure, or has no lookups yet."""
+        """Returns the measured traffic of a table. Raises `StateError` if it is not measured or has no lookups yet."""
         if table.optimizer is None:
             raise StateError(
                 f"table {table.name!r} has no optimizer yet, so the bytes of its rows are not known: set one"
@@ -93,15 +93,15 @@ class TableTraffic:
         optimizer: str = "rowwise_adagrad",
         exponent: float = 1.05,
     ) -> Self:
-        """A table whose ids are drawn independently by a zipf distribution, under "lru".
+        """Models a table whose ids are drawn independently from a Zipf distribution, under "lru".
 
         Args:
-            name: of the table.
-            rows: how many rows the shard will have.
+            name: the table's name.
+            rows: number of rows that the shard will have.
             dim: D.
-            ids_per_batch: ids in a batch, repetitions included.
-            optimizer: whose slots the rows have.
-            exponent: of the distribution, 0 (uniform) to 4. Clicks and users of shops and videos have about 0.7 to 1.1.
+            ids_per_batch: ids of a batch, repetitions included.
+            optimizer: the optimizer whose slots the rows have.
+            exponent: exponent of the distribution, 0 (uniform) to 4. Clicks and users of shops and videos have about 0.7 to 1.1.
 
         Raises `ConfigError` for a value that is out of range.
 
@@ -123,21 +123,21 @@ class TableTraffic:
 
     @property
     def row_bytes(self) -> RowBytes:
-        """How many bytes a row takes of each budget: `host`, `device`, `ssd`, and `index`, of `host_bytes` for a row on SSD."""
+        """Bytes of a row in each budget: `host`, `device`, `ssd`, and `index`, the part of `host_bytes` for a row on SSD."""
         return row_bytes(self.dim, self.optimizer, self.policy)
 
     @property
     def lookups_per_batch(self) -> float:
-        """Distinct ids of a batch, on average."""
+        """Average number of distinct ids per batch."""
         return self.curve.lookups / max(self.curve.batches, 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields as JSON has them."""
+        """Returns its fields in a JSON-serializable form."""
         return {**vars(self), "curve": self.curve.as_dict()}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """What `as_dict` gave. `CorruptionError` for anything else."""
+        """Parses the result of `as_dict`. Raises `CorruptionError` for anything else."""
         try:
             numbers = {
                 field: int(fields[field]) for field in ("dim", "rows", "device_bytes", "host_bytes", "ssd_bytes")
@@ -162,9 +162,9 @@ def _check_optimizer(optimizer: object) -> OptimizerKind:
 
 
 def traffic_of(model: nn.Module) -> list[TableTraffic]:
-    """The traffic of every table of `model` that this rank has a shard of.
+    """Returns the traffic of every table of `model` that this rank has a shard of.
 
-    Raises `InputError` for a model without cache modules, and `StateError` where a table does not measure its miss ratios
+    Raises `InputError` for a model without cache modules, and `StateError` if a table does not measure its miss ratios
     (`TierBudgets(sizing=True)`) or was not used yet.
 
     Examples:
@@ -188,10 +188,9 @@ def traffic_of(model: nn.Module) -> list[TableTraffic]:
 
 
 def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str]) -> None:
-    """Write traffic to a JSON file, for `embcache advise` and `embcache plot`. It replaces a file of that name, whole or
-    not at all.
+    """Writes traffic to a JSON file, for `embcache advise` and `embcache plot`. Replaces an existing file atomically.
 
-    Raises `PathError` for a path that is no local one, and `OSError` where the file cannot be written.
+    Raises `PathError` for a path that is not local, and `OSError` if the file cannot be written.
 
     Examples:
         >>> from torchrec_embcache.sizing import TableTraffic, read_traffic, write_traffic
@@ -212,10 +211,10 @@ def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str])
 
 
 def read_traffic(path: str | os.PathLike[str]) -> list[TableTraffic]:
-    """The traffic that `write_traffic` wrote.
+    """Reads the traffic written by `write_traffic`.
 
-    Raises `CorruptionError` for a file that has something else, `PathError` for a path that is no local one, and `OSError` where it
-    cannot be read.
+    Raises `CorruptionError` for a file with other content, `PathError` for a path that is not local, and `OSError` if it cannot be
+    read.
 
     Examples:
         >>> from torchrec_embcache.sizing import TableTraffic, advise, read_traffic, write_traffic

@@ -1,4 +1,4 @@
-"""Miss ratios of ids that are drawn by a zipf distribution, computed."""
+"""Computed miss ratios of ids that are drawn from a Zipf distribution."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,19 +9,19 @@ __all__ = ["zipf_curve"]
 
 _GROUPS = 1024
 _SIZES = 64
-# Places in a batch at which a lookup is looked at.
+# Positions in a batch at which a lookup is evaluated.
 _QUANTILES = (np.arange(8) + 0.5) / 8
 
 
 def zipf_curve(ids: int, ids_per_batch: int, exponent: float) -> MissRatioCurve:
-    """The curve of "lru" once every id was used, where each batch draws `ids_per_batch` of `ids` ids independently.
+    """Returns the "lru" curve in the steady state, if each batch draws `ids_per_batch` of `ids` ids independently.
 
-    By Che's approximation: an id is in the cache if it was used in the last `t` batches, and `t` is such that the cache is full
+    Uses Che's approximation: an id is in the cache if it was used in the last `t` batches, and `t` is such that the cache is full
     (Che, Tung, Wang, "Hierarchical web caching systems", 2002; Fricker, Robert, Roberts, "A versatile and accurate approximation
-    for LRU cache performance", ITC 2012). A batch looks an id up once at most, at any place in it.
+    for LRU cache performance", ITC 2012). A batch looks an id up at most once, at any position.
     """
     counts, share = _popularity(ids, exponent)
-    # The probability that a batch has the id.
+    # The probability that a batch contains the id.
     in_batch = -np.expm1(ids_per_batch * np.log1p(-np.minimum(share, 1 - 1e-12)))
     lookups = float((counts * in_batch).sum())
     rows, ratios = [], []
@@ -47,7 +47,7 @@ def zipf_curve(ids: int, ids_per_batch: int, exponent: float) -> MissRatioCurve:
 
 
 def _popularity(ids: int, exponent: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Groups of ids of about the same popularity: how many ids each has, and the share of one of them in all occurrences."""
+    """Returns groups of ids of similar popularity: the number of ids in each, and the fraction of occurrences of one of them."""
     edges = np.unique(np.round(np.geomspace(1, ids + 1, _GROUPS)))
     counts = np.diff(edges)
     weight = (edges[:-1] + (counts - 1) / 2) ** -exponent
@@ -57,10 +57,10 @@ def _popularity(ids: int, exponent: float) -> tuple[NDArray[np.float64], NDArray
 def _unused_probabilities(
     in_batch: NDArray[np.float64], batches: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The probabilities that an id was not used in the last `batches` batches: at any time, and before a lookup of it."""
+    """Returns the probabilities that an id was not used in the last `batches` batches: at any time, and before a lookup of it."""
     absent, missed = np.zeros_like(in_batch), np.zeros_like(in_batch)
     for place in _QUANTILES:
-        # Of this batch the part before the place, and what is left of the time before it: whole batches, and a part of one.
+        # The time before the lookup: the part of this batch before its position, then entire batches, then a part of one.
         whole, part = divmod(max(batches - place, 0.0), 1.0)
         before = np.exp(whole * np.log1p(-np.minimum(in_batch, 1 - 1e-12))) * (1 - in_batch * part)
         absent += before * (1 - in_batch * min(place, batches))

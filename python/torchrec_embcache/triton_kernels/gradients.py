@@ -1,4 +1,4 @@
-"""Where the gradient of each occurrence lies, and the sum of a row's gradients. ALIGNED is that of `lookups`."""
+"""The position of each occurrence's gradient, and the sum of a row's gradients. ALIGNED is as in `lookups`."""
 
 import triton
 import triton.language as tl
@@ -10,16 +10,16 @@ __all__ = ["gradient_places", "gradient_sums", "row_gradient"]
 def gradient_places(
     features,  # int64 [F, 4], as in `lookups`
     offsets,  # int32 [F * B + 1]
-    sample_weights,  # float32 [N], or anything where WEIGHTED is false
-    places,  # int64 [N], is filled: where each occurrence's gradient begins in that of the pooled output
-    scale,  # float32 [N], is filled where SCALED is true: the weight of each occurrence, by the bag's length where it is averaged
+    sample_weights,  # float32 [N], ignored if WEIGHTED is false
+    places,  # int64 [N], output: start of each occurrence's gradient within that of the pooled output
+    scale,  # float32 [N], output if SCALED is true: each occurrence's weight, divided by the bag's length for means
     bags,
     columns_of_grad,
     SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the gradients of all occurrences. The grid is (B, F)."""
+    """Finds the gradients of all occurrences. The grid is (B, F)."""
     bag, feature = tl.program_id(0), tl.program_id(1)
     first_column, is_mean = tl.load(features + feature * 4 + 2), tl.load(features + feature * 4 + 3) != 0
     begin, end = tl.load(offsets + feature * bags + bag), tl.load(offsets + feature * bags + bag + 1)
@@ -50,7 +50,7 @@ def _gradient(
     POOLED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """The columns of the gradient of one occurrence, scaled."""
+    """Returns the given columns of the gradient of one occurrence, scaled."""
     if POOLED:
         place = tl.multiple_of(tl.load(places + occurrence), ALIGNED)
     else:
@@ -76,10 +76,10 @@ def row_gradient(
     SCALED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Some columns of the sum of the gradients of `occurrences[begin:end]`, of which there is one at least, in their order.
+    """Returns some columns of the sum of the gradients of `occurrences[begin:end]`, at least one, in their order.
 
-    The sum starts with the first gradient and not with zero, so that the gradient of a single occurrence keeps its bits. AT_ONCE
-    gradients are asked for before the first of them is added.
+    The sum starts with the first gradient and not with zero, so that the gradient of a single occurrence is bitwise unchanged.
+    AT_ONCE gradients are loaded before the first of them is added.
     """
     inside = columns < D
     total = _gradient(grad, places, scale, tl.load(occurrences + begin), columns, inside, D, ALIGNED, POOLED, SCALED)
@@ -109,7 +109,7 @@ def gradient_sums(
     SCALED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The sum of the gradients of `occurrences[begins[i]:ends[i]]` for each i. The grid is (n, blocks of columns)."""
+    """Sums the gradients of `occurrences[begins[i]:ends[i]]` for each i. The grid is (n, blocks of columns)."""
     number = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin, end = tl.load(begins + number), tl.load(ends + number)

@@ -1,4 +1,4 @@
-"""What the kernels are given, and their launches."""
+"""Arguments of the kernels, and their launches."""
 
 from __future__ import annotations
 
@@ -50,44 +50,44 @@ __all__ = [
     "update_rows",
 ]
 
-# Triton decides it where a kernel is declared.
+# Triton decides this when a kernel is declared.
 IS_INTERPRETED = not isinstance(move_rows, triton.JITFunction)
 
-# The optimizers that need a sum over a row, and those that need none.
+# The optimizers that require a sum over a row, and those that do not.
 BY_ROWS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")
 BY_COLUMNS = ("sgd", "adagrad", "adam", "adamw", "ftrl")
 
-# The widest part of a row that a program holds in registers.
+# Maximum number of columns of a row that a program holds in registers.
 _MAX_BLOCK = 1024
-# Registers of a thread in updates that need many: 24 warps of a GPU's multiprocessor have so many.
+# Registers per thread in updates that need many: a multiprocessor then runs 24 warps.
 _MAX_REGISTERS = 80
-# Triton's compiler for ROCm, whose devices torch calls "cuda" too, refuses to be told of them.
+# Triton's compiler for ROCm, whose devices torch also calls "cuda", rejects this option.
 _HAS_MAX_REGISTERS = torch.version.hip is None
-# Floats that a program copies where rows are short.
+# Floats that a program copies if rows are short.
 _COPY_BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """How a program takes the D columns of a row: `blocks` times `block` of them, by so many warps."""
+    """The division of a row's D columns: `blocks` blocks of `block` columns."""
 
     dim: int
 
     @property
     def block(self) -> int:
-        """Columns of a row that a program takes at once."""
+        """Columns of a row that a program processes at a time."""
         return min(max(16, 1 << (self.dim - 1).bit_length()), _MAX_BLOCK)
 
     @property
     def blocks(self) -> int:
-        """So many blocks make a row."""
+        """Number of blocks per row."""
         return -(-self.dim // self.block)
 
     @property
     def rows_in_flight(self) -> int:
-        """Rows that a program asks for before it adds up the first of them. More would not fit into a thread's registers."""
+        """Rows that a program loads before it adds the first of them. More would not fit a thread's registers."""
         if IS_INTERPRETED:
-            return 2  # they come one after another in any case
+            return 2  # sequential in any case
         return max(4, min(16, 1024 // self.block))
 
     @property
@@ -97,22 +97,22 @@ class ColumnLayout:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How kernels over one row are compiled."""
+        """Compile options of kernels over one row."""
         return {"num_warps": max(1, self.block // 128), **EXACT}
 
     @property
     def options_of_update(self) -> dict[str, Any]:
-        """How updates are compiled.
+        """Compile options of updates.
 
-        The assembler aims at registers so few that more programs run beside each other. Where rows are not aligned or wider than
-        a block, it then keeps some in memory. It does not where it is told how many it may take.
+        The assembler minimizes registers so that more programs run concurrently. For rows that are unaligned or wider than a block,
+        it then spills registers to memory. An explicit register limit avoids that.
         """
         if _HAS_MAX_REGISTERS and (self.blocks > 1 or self.dim % 4):
             return {**self.options, "maxnreg": _MAX_REGISTERS}
         return self.options
 
 
-# No multiplication is fused with an addition, because the core fuses none.
+# No multiplication is fused with an addition, because the Rust kernels fuse none.
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
@@ -120,7 +120,7 @@ EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 class DeviceBags:
     """The bags of a batch on the device.
 
-    `offsets` int32 [F * B + 1]; `weights` float32 [N] or None; `bags`: B; `columns`: C; `aligned`: 4 where it divides the widths of
+    `offsets` int32 [F * B + 1]; `weights` float32 [N] or None; `bags`: B; `columns`: C; `aligned`: 4 if it divides the widths of
     all features, else 1.
     """
 
@@ -133,9 +133,9 @@ class DeviceBags:
 
 @dataclass(frozen=True)
 class DeviceGradients:
-    """The gradients of a batch on the device: `grad` float32 [B, C], or [N, D] where the other two are None.
+    """The gradients of a batch on the device: `grad` float32 [B, C], or [N, D] if the other two are None.
 
-    `places` int64 [N]: where in `grad` that of each occurrence begins. `scale` float32 [N]: its factor; None: 1. `aligned` divides
+    `places` int64 [N]: start of each occurrence's gradient in `grad`. `scale` float32 [N]: its factor; None: 1. `aligned` divides
     the places.
     """
 
@@ -147,7 +147,7 @@ class DeviceGradients:
 
 @dataclass(frozen=True)
 class OccurrenceRanges:
-    """Ranges of occurrences on the device, by where each begins and ends: both int32 [n]."""
+    """Ranges of occurrences on the device, by their begin and end: both int32 [n]."""
 
     begins: Tensor
     ends: Tensor
@@ -157,8 +157,8 @@ class OccurrenceRanges:
 class DistinctRows:
     """The distinct rows of tables of one width, all int32 on the device.
 
-    `tables` [U]: the table of each among those of the launch. `slots` [U], -1 for a row that is not updated. The occurrences of row
-    u are `occurrences[starts[u]:starts[u + 1]]`.
+    `tables` [U]: index of each row's table among the tables of the launch. `slots` [U], -1 for a row that is not updated. The
+    occurrences of row u are `occurrences[starts[u]:starts[u + 1]]`.
     """
 
     tables: Tensor
@@ -167,20 +167,20 @@ class DistinctRows:
     occurrences: Tensor
 
 
-# The interpreter has one grid for all threads.
+# The interpreter shares one grid between all threads.
 _INTERPRETER = threading.RLock()
 
 
 def _launch_context(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches belong in here: Triton launches on the current device, and interprets one kernel at a time."""
+    """Context of a launch: Triton launches on the current device, and interprets one kernel at a time."""
     made: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else _INTERPRETER
     return made
 
 
 class DeviceTransfer:
-    """Arrays on their way to a device. They are filled where the device can copy them from, and go there by one copy.
+    """Arrays to be copied to a device. They are filled in memory that the device can read, and transferred by one copy.
 
-    `kinds` has the dtype and the length of each. `arrays` are to be filled before `sent`, and not changed after it.
+    `kinds` has the dtype and the length of each. `arrays` must be filled before `send`, and not changed afterwards.
     """
 
     def __init__(self, device: torch.device, kinds: Sequence[tuple[Any, int]]) -> None:
@@ -194,14 +194,14 @@ class DeviceTransfer:
         self.arrays: list[NDArray[Any]] = [memory[place].view(dtype) for (dtype, _), place in of_kinds]
 
     def send(self) -> list[Tensor]:
-        """The arrays on the device. On CUDA the copy is queued on the caller's stream, and nobody waits."""
+        """Returns the arrays on the device. On CUDA the copy is queued on the caller's stream, without waiting."""
         there = copy_staged_to_device(self._staged, self._device)
         types = [torch.from_numpy(array[:0]).dtype for array in self.arrays]
         return [there[place].view(dtype) for place, dtype in zip(self._places, types, strict=True)]
 
 
 def send(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """Bring `arrays` to the device as `DeviceTransfer` does, each as a vector."""
+    """Copies `arrays` to the device with `DeviceTransfer`, each as a vector."""
     sending = DeviceTransfer(device, [(array.dtype, array.size) for array in arrays])
     for memory, array in zip(sending.arrays, arrays, strict=True):
         memory[:] = array.reshape(-1)
@@ -209,9 +209,9 @@ def send(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
 
 
 def tier_addresses(tier: DeviceTier) -> list[int]:
-    """The addresses of a tier's weights, its two vector slots, and its scalar slot, with 0 for what there is not.
+    """Returns the addresses of a tier's weights, its two vector slots, and its scalar slot, with 0 for missing slots.
 
-    A kernel is given these in place of tensors. They hold until another thread may replace the tensors.
+    Kernels receive these addresses instead of tensors. They are valid until another thread may replace the tensors.
     """
     vectors = [slot.data_ptr() for slot in tier.vector_slots]
     scalars = tier.scalars.data_ptr() if tier.scalars is not None else 0
@@ -219,7 +219,7 @@ def tier_addresses(tier: DeviceTier) -> list[int]:
 
 
 def pool_rows(dim: int, members: Tensor, features: Tensor, slots: Tensor, bags: DeviceBags, out: Tensor) -> None:
-    """Fill the columns that `members` [m], features of one width, have in `out` [B, C]."""
+    """Fills the columns of `members` [m], features of one width, in `out` [B, C]."""
     columns = ColumnLayout(dim)
     weighted = bags.weights is not None
     with _launch_context(out.device):
@@ -230,7 +230,7 @@ def pool_rows(dim: int, members: Tensor, features: Tensor, slots: Tensor, bags: 
 
 
 def read_sequence(dim: int, features: Tensor, slots: Tensor, starts: Tensor, longest: int, out: Tensor) -> None:
-    """Fill `out` [N, D] with the rows of all occurrences. `longest`: the most occurrences of a feature."""
+    """Fills `out` [N, D] with the rows of all occurrences. `longest`: maximum number of occurrences of a feature."""
     columns = ColumnLayout(dim)
     with _launch_context(out.device):
         sequence_rows[(-(-longest // columns.rows), len(starts) - 1, columns.blocks)](
@@ -241,7 +241,7 @@ def read_sequence(dim: int, features: Tensor, slots: Tensor, starts: Tensor, lon
 def fill_weight_gradients(
     dim: int, members: Tensor, features: Tensor, slots: Tensor, bags: DeviceBags, grad: Tensor, out: Tensor
 ) -> None:
-    """Fill what `members` [m], features of one width, have in the gradient `out` [N] of the per-sample weights."""
+    """Fills the entries of `members` [m], features of one width, in the gradient `out` [N] of the per-sample weights."""
     columns = ColumnLayout(dim)
     with _launch_context(out.device):
         weight_gradients[(bags.bags, len(members))](
@@ -251,7 +251,7 @@ def fill_weight_gradients(
 
 
 def find_gradients(features: Tensor, bags: DeviceBags, occurrences: int, grad: Tensor, scaled: bool) -> DeviceGradients:
-    """Where the gradient of each of the occurrences lies in `grad` [B, C]. `scaled`: bags are weighted or averaged."""
+    """Finds the gradient of each occurrence in `grad` [B, C]. `scaled`: bags are weighted or averaged."""
     places = torch.empty(occurrences, dtype=torch.int64, device=grad.device)
     scale = torch.empty(occurrences if scaled else 0, dtype=torch.float32, device=grad.device)
     weighted = bags.weights is not None
@@ -264,7 +264,7 @@ def find_gradients(features: Tensor, bags: DeviceBags, occurrences: int, grad: T
 
 
 def _gradient_arguments(gradients: DeviceGradients) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
-    """The arguments and the flags of a kernel that reads gradients."""
+    """Returns the arguments and the flags of a kernel that reads gradients."""
     grad, places, scale = gradients.grad, gradients.places, gradients.scale
     flags = {"ALIGNED": gradients.aligned, "POOLED": places is not None, "SCALED": scale is not None}
     return (grad, places if places is not None else grad, scale if scale is not None else grad), flags
@@ -273,7 +273,7 @@ def _gradient_arguments(gradients: DeviceGradients) -> tuple[tuple[Tensor, Tenso
 def sum_gradients(
     dim: int, ranges: OccurrenceRanges, occurrences: Tensor, gradients: DeviceGradients
 ) -> DeviceGradients:
-    """The sums of the gradients of each range of `occurrences`, int32 [N'], each of which has one at least: [n, D]."""
+    """Returns the sums of the gradients of each non-empty range of `occurrences`, int32 [N']: [n, D]."""
     columns = ColumnLayout(dim)
     out = torch.empty(len(ranges.begins), dim, dtype=torch.float32, device=occurrences.device)
     arguments, flags = _gradient_arguments(gradients)
@@ -288,7 +288,7 @@ def sum_gradients(
 def update_rows(
     kind: str, dim: int, tiers: Tensor, numbers: Tensor, rows: DistinctRows, gradients: DeviceGradients, *, count: int
 ) -> None:
-    """Update the first `count` rows by the optimizer `kind`. 0 rows: the kernel is compiled, and nothing runs.
+    """Updates the first `count` rows with the optimizer `kind`. If `count` is 0, the kernel is compiled but does not run.
 
     Raises:
         UnsupportedError: the kernels have no update of this kind.
@@ -320,7 +320,7 @@ def _move(tier: DeviceTier, slots: NDArray[np.int64], vectors: Tensor, scalars: 
 
 
 def gather_rows(tier: DeviceTier, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """The rows in cache slots [n]: their vectors [n, V], and their scalars [n], which are zeros where rows have none."""
+    """Returns the rows in cache slots [n]: their vectors [n, V], and their scalars [n], which are zeros if rows have none."""
     made: dict[str, Any] = {"dtype": torch.float32, "device": tier.device}
     vectors = torch.empty(len(slots), tier.dim * (1 + len(tier.vector_slots)), **made)
     scalars = (torch.zeros if tier.scalars is None else torch.empty)(len(slots), **made)
@@ -329,12 +329,12 @@ def gather_rows(tier: DeviceTier, slots: NDArray[np.int64]) -> tuple[Tensor, Ten
 
 
 def scatter_rows(tier: DeviceTier, slots: NDArray[np.int64], vectors: Tensor, scalars: Tensor) -> None:
-    """Put rows into different cache slots [n], from `vectors` [n, V] and `scalars` [n]."""
+    """Writes rows from `vectors` [n, V] and `scalars` [n] into distinct cache slots [n]."""
     _move(tier, slots, vectors, scalars, into_slots=True)
 
 
 def update_numbers(kind: str, hyperparameters: Hyperparameters, step: int) -> list[float]:
-    """The numbers of an update as the kernels take them. What depends on the step is computed in float64, as in the core.
+    """Returns the parameters of an update in the order of the kernels. Step-dependent values are computed in float64, as in Rust.
 
     `step` is the table's step counter, which is 1 at the first update.
     """
@@ -364,7 +364,7 @@ def update_numbers(kind: str, hyperparameters: Hyperparameters, step: int) -> li
 
 
 def _power(base: float, exponent: int) -> float:
-    """`base` to the power of `exponent`, by the repeated squaring of the core."""
+    """Returns `base` to the power of `exponent`, by the same repeated squaring as the Rust kernels."""
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -1,9 +1,9 @@
-"""The forward, and the gradient of per-sample weights.
+"""The forward pass, and the gradient of per-sample weights.
 
-A program does one bag of one feature, or some occurrences of a feature. `features` is int64 [F, 4]: for each feature the address of
-its table's weights, that of the row that absent ids read (0: they read zeros), its first column in the output, and 1 where it is
-averaged. `members` is int32 [m]: the features of the launch, which have one width. `slots` is int32 [N]: the cache slot of each
-occurrence, -1 for an absent one.
+A program processes one bag of one feature, or some occurrences of a feature. `features` is int64 [F, 4]: for each feature the
+address of its table's weights, the address of the row read for missing ids (0: they read zeros), its first column in the output,
+and 1 for mean pooling. `members` is int32 [m]: the features of the launch, which have one width. `slots` is int32 [N]: the cache
+slot of each occurrence, -1 for a missing id. ALIGNED divides the first columns and the widths.
 """
 
 import triton
@@ -16,7 +16,7 @@ __all__ = ["pooled_rows", "sequence_rows", "weight_gradients"]
 
 @triton.jit
 def _row(weights, missing, slot, columns, wanted, D: tl.constexpr):
-    """The columns of what an occurrence in `slot` reads."""
+    """Returns the given columns of the row read by an occurrence in `slot`."""
     is_absent = slot < 0
     row = tl.where(is_absent, missing, weights + slot.to(tl.int64) * D)
     return tl.load(row + columns, mask=wanted, other=0.0)
@@ -27,8 +27,8 @@ def pooled_rows(
     members,
     features,
     slots,
-    offsets,  # int32 [F * B + 1]: where each bag begins in `slots`
-    sample_weights,  # float32 [N], or anything where WEIGHTED is false
+    offsets,  # int32 [F * B + 1]: start of each bag in `slots`
+    sample_weights,  # float32 [N], ignored if WEIGHTED is false
     out,  # float32 [B, C]
     bags,
     columns_of_out,
@@ -38,7 +38,7 @@ def pooled_rows(
     WEIGHTED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Sum or average the rows of each bag. The grid is (B, m, blocks of columns)."""
+    """Sums or averages the rows of each bag. The grid is (B, m, blocks of columns)."""
     bag, feature = tl.program_id(0), tl.load(members + tl.program_id(1))
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < D
@@ -67,13 +67,13 @@ def pooled_rows(
 def sequence_rows(
     features,
     slots,
-    starts,  # int32 [F + 1]: where the occurrences of each feature begin in `slots`
+    starts,  # int32 [F + 1]: start of each feature's occurrences in `slots`
     out,  # float32 [N, D]
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Copy the row of each occurrence. The grid is (blocks of ROWS occurrences of the longest feature, F, blocks of columns)."""
+    """Copies the row of each occurrence. The grid is (blocks of ROWS occurrences of the longest feature, F, blocks of columns)."""
     feature = tl.program_id(1)
     columns = (tl.program_id(2) * BLOCK + tl.arange(0, BLOCK))[None, :]
     weights, absent = float_pointer(features, feature * 4), float_pointer(features, feature * 4 + 1)
@@ -95,7 +95,7 @@ def weight_gradients(
     features,
     slots,
     offsets,  # int32 [F * B + 1]
-    grad,  # float32 [B, C], of the pooled output
+    grad,  # float32 [B, C], gradient of the pooled output
     out,  # float32 [N]
     bags,
     columns_of_grad,
@@ -104,9 +104,10 @@ def weight_gradients(
     BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """The gradient of each occurrence's weight: its row times the gradient of its bag, by the bag's length where it is averaged.
+    """Computes the gradient of each occurrence's weight: its row times the gradient of its bag, divided by the bag's length for
+    means.
 
-    Rows are those of before the update. The grid is (B, m).
+    Rows have their values before the update. The grid is (B, m).
     """
     bag, feature = tl.program_id(0), tl.load(members + tl.program_id(1))
     weights, absent = float_pointer(features, feature * 4), float_pointer(features, feature * 4 + 1)
@@ -124,7 +125,7 @@ def weight_gradients(
             columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < D
             read = inside & ((slot >= 0) | reads_absent)
-            # What reads nothing is 0 whatever its gradient is, also where that is infinite.
+            # An occurrence that reads no row has gradient 0 even if the bag's gradient is infinite.
             gradient = tl.load(of_bag + columns, mask=read, other=0.0)
             lanes = add_to_lanes(lanes, gradient * _row(weights, absent, slot, columns, read, D), BLOCK // 16)
         tl.store(out + at, sum_of_lanes(lanes) * share)

@@ -1,4 +1,4 @@
-"""Rows between cache slots and contiguous memory: victims that leave a device tier, and arrivals."""
+"""Copies rows between cache slots and contiguous memory, for demotions from a device tier and promotions into it."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,8 @@ __all__ = ["move_rows"]
 @triton.jit
 def move_rows(
     tier,  # int64 [4]: the addresses of a table's weights, its two vector slots, and its scalar slot
-    slots,  # int32 [n], all different
-    vectors,  # float32 [n, V]: the weights of each row, and then its vector slots
+    slots,  # int32 [n], distinct
+    vectors,  # float32 [n, V]: the weights of each row, then its vector slots
     scalars,  # float32 [n]
     count,
     D: tl.constexpr,
@@ -22,7 +22,7 @@ def move_rows(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Copy rows from `vectors` and `scalars` into cache slots, or out of them.
+    """Copies rows from `vectors` and `scalars` into cache slots, or out of them.
 
     The grid is (blocks of ROWS rows, blocks of columns, PARTS).
     """

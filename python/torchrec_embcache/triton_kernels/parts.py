@@ -1,4 +1,4 @@
-"""Which occurrences of distinct rows are summed by themselves: the decisions on the CPU, before a launch."""
+"""Splits the occurrences of distinct rows into parts that are summed separately. Computed on the CPU, before a launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PART_OCCURRENCES", "RowParts", "split_rows"]
 
 Integers = NDArray[np.signedinteger[Any]]
 
-# So many gradients of a row are summed one after another, and then the sums of such parts. It is that of the core's backward.
+# Gradients of a row are summed in parts of this many, then the sums of the parts. Same value as in the Rust backward.
 PART_OCCURRENCES = 256
 
 
@@ -20,7 +20,7 @@ PART_OCCURRENCES = 256
 class RowParts:
     """The parts of n rows.
 
-    Those of row i are `starts[i]` to `starts[i + 1]`, and part p has the occurrences `begins[p]` to `ends[p]`.
+    Row i has the parts `starts[i]` to `starts[i + 1]`, and part p has the occurrences `begins[p]` to `ends[p]`.
     """
 
     begins: Integers
@@ -29,7 +29,7 @@ class RowParts:
 
 
 def split_rows(begins: Integers, ends: Integers) -> RowParts:
-    """The parts of rows whose occurrences are `begins[i]` to `ends[i]`, of which there is one at least.
+    """Returns the parts of rows whose occurrences are `begins[i]` to `ends[i]`, at least one each.
 
     Examples:
         >>> parts = split_rows(np.array([0, 600]), np.array([600, 601]))

@@ -1,6 +1,7 @@
-"""The backward by distinct row, with the optimizer fused into it.
+"""The backward pass by distinct row, fused with the optimizer.
 
-`numbers` is float32 [T, 9], in the order of `launch.update_numbers`. The formulas are those of the core's `kernels::optimizer`.
+`numbers` is float32 [T, 9], in the order of `launch.update_numbers`. The formulas are those of the Rust module
+`kernels::optimizer`.
 """
 
 import triton
@@ -42,7 +43,7 @@ def _ftrl(w, g, z, before, per_lr, beta, l1, l2):
 
 @triton.jit
 def _moments(g, first, second, numbers):
-    """The moments with the gradient taken in."""
+    """Returns the moments updated by the gradient."""
     beta1, beta2 = tl.load(numbers + 3), tl.load(numbers + 4)
     fresh1, fresh2 = tl.load(numbers + 5), tl.load(numbers + 6)
     return beta1 * first + fresh1 * g, beta2 * second + fresh2 * (g * g)
@@ -50,7 +51,7 @@ def _moments(g, first, second, numbers):
 
 @triton.jit
 def _root_of_second(second, numbers):
-    """The root of the second moment, corrected for its start at zeros, plus `eps`."""
+    """Returns the root of the bias-corrected second moment, plus `eps`."""
     return tl.math.sqrt_rn(second * tl.load(numbers + 8)) + tl.load(numbers + 1)
 
 
@@ -62,7 +63,7 @@ def _lamb_direction(first, second, w, numbers):
 
 @triton.jit
 def _by_columns(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.constexpr):
-    """Update some columns of a row by an optimizer that needs no sum over the row. Returns the new weights."""
+    """Updates some columns of a row with an optimizer that requires no sum over the row. Returns the new weights."""
     lr, eps, decay = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     if KIND != "adamw":
         g = _decayed(g, w, decay)
@@ -91,7 +92,7 @@ def _by_columns(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.con
 
 @triton.jit
 def _rowwise_multiplier(scalars, slot, mean_of_squares, numbers, KIND: tl.constexpr):
-    """Update the row's scalar slot, and return what its gradient, or its first moment, is multiplied by."""
+    """Updates the row's scalar slot. Returns the factor for its gradient or first moment."""
     before = tl.load(scalars + slot)
     if KIND == "rowwise_adagrad":
         after = before + mean_of_squares
@@ -100,14 +101,14 @@ def _rowwise_multiplier(scalars, slot, mean_of_squares, numbers, KIND: tl.conste
         tl.static_assert(KIND == "partial_rowwise_adam", "no update by rows is of this kind")
         after = tl.load(numbers + 4) * before + tl.load(numbers + 6) * mean_of_squares
         multiplier = tl.math.div_rn(tl.load(numbers + 7), _root_of_second(after, numbers))
-    tl.debug_barrier()  # every thread has read what is overwritten
+    tl.debug_barrier()  # every thread has read the value before it is overwritten
     tl.store(scalars + slot, after)
     return multiplier
 
 
 @triton.jit
 def _by_row(w, g, multiplier, first_slot, at, inside, numbers, KIND: tl.constexpr):
-    """Update some columns of a row by an optimizer with one scalar a row. Returns the new weights."""
+    """Updates some columns of a row with an optimizer that has one scalar per row. Returns the new weights."""
     decay = tl.load(numbers + 2)
     if KIND == "rowwise_adagrad":
         return w - multiplier * _decayed(g, w, decay)
@@ -120,7 +121,7 @@ def _by_row(w, g, multiplier, first_slot, at, inside, numbers, KIND: tl.constexp
 
 @triton.jit
 def _trust_ratio(of_weights, of_direction):
-    """The norm of the weights by that of the direction, from the sums of their squares; 1 where either is 0."""
+    """Returns the norm of the weights divided by the norm of the direction, from their sums of squares; 1 if either is 0."""
     either = (of_weights == 0.0) | (of_direction == 0.0)
     norm = tl.math.sqrt_rn(tl.where(either, 1.0, of_direction))
     return tl.where(either, 1.0, tl.math.div_rn(tl.math.sqrt_rn(of_weights), norm))
@@ -128,7 +129,7 @@ def _trust_ratio(of_weights, of_direction):
 
 @triton.jit
 def _tier(tiers, tables, row):
-    """The addresses of the weights, of the two vector slots and of the scalar slot, and the row's table."""
+    """Returns the addresses of the weights, the two vector slots and the scalar slot, and the row's table."""
     table = tl.load(tables + row)
     first_slot, second_slot = float_pointer(tiers, table * 4 + 1), float_pointer(tiers, table * 4 + 2)
     return float_pointer(tiers, table * 4), first_slot, second_slot, float_pointer(tiers, table * 4 + 3), table
@@ -140,11 +141,11 @@ def update_by_columns(
     numbers,
     tables,  # int32 [U]: the table of each distinct row
     slots,  # int32 [U]: its cache slot; -1: the row is not updated
-    starts,  # int32 [U + 1]: where its occurrences begin
+    starts,  # int32 [U + 1]: start of its occurrences
     occurrences,  # int32 [N']
-    grad,  # float32 [B, C], or [N, D] where POOLED is false
-    places,  # int64 [N], as `gradients.gradient_places` fills them
-    scale,  # float32 [N], the same
+    grad,  # float32 [B, C], or [N, D] if POOLED is false
+    places,  # int64 [N], the output of `gradients.gradient_places`
+    scale,  # float32 [N], likewise
     KIND: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -154,9 +155,9 @@ def update_by_columns(
     SCALED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Sum each distinct row's gradient in the order of its occurrences, and update the row once. The grid is (U,).
+    """Sums each distinct row's gradient in the order of its occurrences, and updates the row once. The grid is (U,).
 
-    This is for optimizers whose columns need nothing of each other.
+    For optimizers that update each column independently.
     """
     row = tl.program_id(0)
     slot, begin, end = tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(starts + row + 1)
@@ -174,7 +175,7 @@ def update_by_columns(
 
 @triton.jit
 def _first_pass(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.constexpr):
-    """Return what the squares are summed of over some columns of a row, and the moments there. LAMB's are updated here."""
+    """Returns the values whose squares are summed over some columns of a row, and the moments there. Updates LAMB's moments."""
     first, second = w, w
     value = g
     if KIND == "rowwise_adagrad":
@@ -187,14 +188,14 @@ def _first_pass(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.con
         first, second = _moments(g, first, second, numbers)
         tl.store(first_slot + at, first, mask=inside)
         tl.store(second_slot + at, second, mask=inside)
-        # Lanes behind the row's end count for nothing.
+        # Lanes past the row's end contribute 0.
         value = tl.where(inside, _lamb_direction(first, second, w, numbers), 0.0)
     return value, first, second
 
 
 @triton.jit
 def _second_pass(w, g, first, second, multiplier, first_slot, at, inside, numbers, KIND: tl.constexpr):
-    """The new weights of some columns, from what the first pass found. LAMB reads its moments alone, the others the gradient."""
+    """Returns the new weights of some columns from the first pass. LAMB only reads its moments, the others the gradient."""
     if KIND == "lamb":
         return w - multiplier * _lamb_direction(first, second, w, numbers)
     else:
@@ -203,7 +204,7 @@ def _second_pass(w, g, first, second, multiplier, first_slot, at, inside, number
 
 @triton.jit
 def _multiplier(scalars, slot, squares, squares_of_weights, numbers, KIND: tl.constexpr, D: tl.constexpr):
-    """What the second pass multiplies by, from the sums of the first. The scalar slot, where there is one, is updated."""
+    """Returns the factor of the second pass, from the sums of the first. Updates the scalar slot, if there is one."""
     total = sum_of_lanes(squares)
     if KIND == "lamb":
         return tl.load(numbers) * _trust_ratio(sum_of_lanes(squares_of_weights), total)
@@ -231,10 +232,10 @@ def update_by_rows(
     SCALED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Do what `update_by_columns` does, with its arguments, for optimizers that need sums over the row.
+    """Like `update_by_columns`, with the same arguments, for optimizers that require sums over the row.
 
-    The sums come in a first pass. The first BLOCK columns are kept in registers for the second pass. For the others of a wider row
-    the gradient is summed once more.
+    A first pass computes the sums. The first BLOCK columns are kept in registers for the second pass. For the remaining columns of
+    a wider row, the gradient is summed again.
     """
     row = tl.program_id(0)
     slot, begin, end = tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(starts + row + 1)
@@ -262,7 +263,7 @@ def update_by_rows(
     new = _second_pass(w, g, first, second, multiplier, first_slot, slot * D + columns, columns < D, numbers, KIND)
     tl.store(weights + slot * D + columns, new, mask=columns < D)
     if BLOCKS > 1:
-        tl.debug_barrier()  # what is read again may have been written by other threads
+        tl.debug_barrier()  # values that are read again may have been written by other threads
     for block in range(1, BLOCKS):
         there = block * BLOCK + columns
         at, inside = slot * D + there, there < D
