@@ -81,7 +81,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
     ),
     "monitoring": (
         "Monitoring",
-        "Counters in Prometheus, TensorBoard, JSON lines and Lightning. [The guide](../monitoring.md) lists every metric.",
+        "Counters in Prometheus, TensorBoard, JSON lines and Lightning. [The guide](../monitoring.md) describes the exporters.",
         [
             "monitoring.PrometheusExporter",
             "monitoring.TensorBoardLogger",
@@ -201,7 +201,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
     ),
     "serving": (
         "Serving",
-        "Read-only tables out of checkpoints, kept up with a trainer. [The guide](../serving.md) says how.",
+        "Read-only tables out of checkpoints, kept up with a trainer. [The guide](../serving.md) has examples.",
         [
             "serving.open",
             "serving.Follow",
@@ -216,7 +216,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
     ),
     "exceptions": (
         "Errors and warnings",
-        "What is raised, and when. [Troubleshooting](../troubleshooting.md) says what to do.",
+        "What is raised, and when. [The guide](../errors.md) has a section for each.",
         [
             "EmbCacheError",
             "exceptions.ConfigError",
