@@ -1,6 +1,12 @@
-//! Helpers shared by the tests: a table with everything that its caller provides, and a standalone SSD tier.
+//! Helpers shared by the tests: a table with everything that its caller provides, a standalone SSD tier, checkpoints,
+//! and checks of served rows.
 
+pub mod checkpoint;
 pub mod dice;
+pub mod linked;
+pub mod ranks;
+pub mod recis;
+pub mod serve;
 pub mod ssd;
 mod watch;
 

@@ -2,10 +2,6 @@
 //! This test has its own file, because it measures the memory of its process.
 #![allow(clippy::unwrap_used)]
 
-#[path = "checkpoint/made.rs"]
-#[allow(dead_code)]
-mod made;
-
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,9 +9,8 @@ use embcache::checkpoint::{LatestCheckpoint, OpenCheckpoint};
 use embcache::config::OptimizerKind;
 use embcache::io::IoEngine;
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, Table, memory, save};
 use embcache_tests::directory_in;
-
-use made::{ROOT, Table, memory, save};
 
 /// A number of KiB in `/proc/self/status`, in bytes.
 fn status(field: &str) -> usize {

@@ -2,10 +2,6 @@
 //! read elsewhere.
 #![allow(clippy::unwrap_used)]
 
-#[path = "checkpoint/made.rs"]
-#[allow(dead_code)]
-mod made;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -23,7 +19,7 @@ use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{ConfinedEngine, IoEngine, IoOpenMode, PsyncEngine};
 use embcache::paths::{PathChecks, open_to_load, open_to_save};
 use embcache::types::Id;
-use made::{Table, load, load_from, save, save_to};
+use embcache_tests::checkpoint::{Table, load, load_from, save, save_to};
 
 /// A directory for a checkpoint, and a victim's directory in which nothing may appear.
 struct Fixture {

@@ -11,9 +11,8 @@ use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{
     DirLock, DirLockPurpose, FaultEngine, IoEngine, IoFault, IoFile, IoOpenMode, IoOperation, IoReadRequest, ReadSink,
 };
+use embcache_tests::checkpoint::{ROOT, Table, load, memory, on, save, save_delta};
 use embcache_tests::directory_in;
-
-use crate::made::{ROOT, Table, load, memory, on, save, save_delta};
 
 /// An engine under which another save cleans up `root` before each directory is locked, unless `root` is locked at that
 /// time.

@@ -15,9 +15,8 @@ use embcache::config::{OptimizerKind, PolicyKind, ReopenMode, SsdConfig};
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file};
 use embcache::types::Id;
 use embcache::{Kind, Result};
+use embcache_tests::checkpoint::{ROOT, Rows, load, memory};
 use embcache_tests::{Contents, Rig, config, directory_in};
-
-use crate::made::{ROOT, Rows, load, memory};
 
 const RANDOM: u64 = 5;
 

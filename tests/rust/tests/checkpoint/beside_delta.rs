@@ -9,10 +9,10 @@ use embcache::cache::BaseCheckpoint;
 use embcache::checkpoint::{CheckpointChain, LatestCheckpoint, PublishedCheckpoint};
 use embcache::io::{FaultEngine, IoEngine, IoFault, MemoryEngine};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, memory};
 use embcache_tests::{Rig, directory_in};
 
 use crate::beside::{loaded, next_epoch, rigs, rows_of, save_beside, save_blocking, train_all};
-use crate::made::{ROOT, memory};
 
 /// Changes rows, removes some, and inserts some again.
 fn change(rigs: &[Rig], salt: Id) {

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use embcache::checkpoint::{RecisJoinMode, RecisReader, RecisSave, RecisShard};
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file};
 use embcache::{Error, Kind, Result};
-
-use crate::made::stop_at_each_change;
-use crate::made_blocks::{ROOT, contents, directory, load, load_some, memory, never, save, steps, with_first, write};
+use embcache_tests::checkpoint::stop_at_each_change;
+use embcache_tests::recis::{
+    ROOT, contents, directory, load, load_some, memory, never, save, steps, with_first, write,
+};
 
 /// The directories of saves.
 fn saves(engine: &dyn IoEngine) -> Vec<PathBuf> {

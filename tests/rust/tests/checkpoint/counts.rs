@@ -15,10 +15,9 @@ use embcache::config::{AdmissionRule, MissingRead, OptimizerKind, ReopenMode, Ss
 use embcache::io::{IoEngine, MemoryEngine, read_file, write_atomically};
 use embcache::lifecycle::BucketCounts;
 use embcache::types::{Id, hash_id};
+use embcache_tests::checkpoint::{ROOT, memory, split};
+use embcache_tests::ranks::{load, save_as_base};
 use embcache_tests::{Rig, config, directory_in};
-
-use crate::elastic::{go_on, load};
-use crate::made::{ROOT, memory, split};
 
 const DIM: usize = 4;
 const BAG: usize = 5;
@@ -132,7 +131,7 @@ fn the_counts_of_a_chain_are_those_of_the_tables_that_saved_it_whatever_ranks_lo
             disturb(&saved, round);
             train(&saved, step..step + 2);
             step += 2;
-            link = Some(go_on(&engine, &saved, 20_000, link.as_ref()));
+            link = Some(save_as_base(&engine, &saved, 20_000, link.as_ref()));
             let expected = all(&saved);
             assert!(expected.0.values().any(|counts| counts.generation > 0) && !expected.1.is_empty());
             for readers in 1..=3 {
@@ -170,11 +169,11 @@ fn a_table_that_counts_nothing_loads_and_saves_as_before() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = ranks(&engine, 1, rules()[0], "saved");
     train(&saved, 1..20);
-    go_on(&engine, &saved, 20_000, None);
+    save_as_base(&engine, &saved, 20_000, None);
     let without = ranks(&engine, 1, AdmissionRule::ReadOnly, "without");
     load(&engine, &without);
     assert_eq!(all(&without), (Counts::new(), all(&saved).1));
-    go_on(&engine, &without, 20_000, None);
+    save_as_base(&engine, &without, 20_000, None);
     let directory = directory_in(&engine, ROOT);
     let chain =
         CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint")).expect("opened");
@@ -281,7 +280,7 @@ fn every_changed_byte_of_a_file_of_counts_is_found() {
     let engine: Arc<dyn IoEngine> = Arc::clone(&memory) as _;
     let saved = ranks(&engine, 1, rules()[2], "saved");
     train(&saved, 1..20);
-    let made = go_on(&engine, &saved, 20_000, None);
+    let made = save_as_base(&engine, &saved, 20_000, None);
     let path = Path::new(ROOT).join(made.name).join("m+t").join("0-of-1.0.counts.safetensors");
     let whole = read_file(&*memory, &path, 1 << 20).expect("the file");
     let loaded = ranks(&engine, 1, rules()[2], "loaded");

@@ -8,10 +8,11 @@ use embcache::checkpoint::{LatestCheckpoint, SaveOptions};
 use embcache::config::OptimizerKind::{Adagrad, RowWiseAdagrad};
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file, write_atomically};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{
+    ROOT, Table, compact, load, memory, newest_identity, on, save, save_chain, save_delta, stop_at_each_change,
+    versions, write,
+};
 use embcache_tests::directory_in;
-
-use crate::delta::{compact, moments, save_chain};
-use crate::made::{ROOT, Table, load, memory, newest_identity, on, save, save_delta, stop_at_each_change, write};
 
 fn tables(salt: u64) -> Vec<Table> {
     let ids: Vec<Id> = (0..20 + salt as i64).collect();
@@ -202,11 +203,11 @@ fn stop_everywhere(
     after: usize,
     work: impl Fn(&Arc<dyn IoEngine>) -> embcache::Result<()>,
 ) -> (u64, u64) {
-    let moments = moments(4);
+    let versions = versions(4);
     let chain = || {
         let memory = memory();
         let direct: Arc<dyn IoEngine> = Arc::new(memory.clone());
-        (save_chain(&direct, &moments[..links], &[2]), memory)
+        (save_chain(&direct, &versions[..links], &[2]), memory)
     };
     // The names are the same each time.
     let (saved, _) = chain();
@@ -218,21 +219,21 @@ fn stop_everywhere(
         work,
         |image, result, stops| {
             let found = load_from(image.clone());
-            assert!(found == moments[links - 1] || found == moments[after], "neither, after {stops} changes");
-            assert!(result.is_err() || found == moments[after], "lost after {stops} changes");
+            assert!(found == versions[links - 1] || found == versions[after], "neither, after {stops} changes");
+            assert!(result.is_err() || found == versions[after], "lost after {stops} changes");
             let again: Arc<dyn IoEngine> = Arc::new(image.clone());
             let newest = LatestCheckpoint::read(&directory_in(&again, ROOT)).ok();
-            if found == moments[links - 1] && newest == Some(saved[links - 1].latest) {
+            if found == versions[links - 1] && newest == Some(saved[links - 1].latest) {
                 kept += 1;
                 // The base of the next delta is intact.
-                let pair = (&*moments[links - 1], &*moments[3]);
+                let pair = (&*versions[links - 1], &*versions[3]);
                 let options = on(&newest_identity(&again).expect("the newest"));
                 save_delta(&again, Path::new(ROOT), pair, (1, 400), 9, options).expect("a delta");
-                assert_eq!(load_from(image.clone()), moments[3]);
+                assert_eq!(load_from(image.clone()), versions[3]);
                 assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), links + 3, "orphans are swept");
             }
-            save(&again, Path::new(ROOT), &moments[1], 1, 400, 10).expect("saved");
-            assert_eq!(load_from(image.clone()), moments[1]);
+            save(&again, Path::new(ROOT), &versions[1], 1, 400, 10).expect("saved");
+            assert_eq!(load_from(image.clone()), versions[1]);
             assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 3, "the chain is swept");
         },
     );
@@ -241,10 +242,10 @@ fn stop_everywhere(
 
 #[test]
 fn a_stop_at_every_operation_of_a_delta_leaves_the_chain_as_it_was_or_one_longer() {
-    let moments = moments(3);
+    let versions = versions(3);
     let (stops, kept) = stop_everywhere(2, 2, |engine| {
         let parent = newest_identity(engine)?;
-        save_delta(engine, Path::new(ROOT), (&moments[1], &moments[2]), (2, 400), 5, on(&parent)).map(|_| ())
+        save_delta(engine, Path::new(ROOT), (&versions[1], &versions[2]), (2, 400), 5, on(&parent)).map(|_| ())
     });
     assert!(stops > 30 && kept > 60, "{stops} stops, {kept} kept");
 }

@@ -9,9 +9,8 @@ use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
 use embcache::io::{IoEngine, LOCK_FILE, MemoryEngine, PsyncEngine, read_file, write_atomically};
 use embcache::types::{Id, hash_id};
 
+use embcache_tests::checkpoint::{ROOT, Table, kind, load, save};
 use embcache_tests::{flips, tells_of_damage};
-
-use crate::made::{ROOT, Table, kind, load, save};
 
 fn tables() -> Vec<Table> {
     let ids: Vec<Id> = (-30..30).collect();

@@ -5,70 +5,21 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::checkpoint::{
-    ChainCompaction, CheckpointChain, CheckpointId, CheckpointKind, CheckpointName, CheckpointSave, LatestCheckpoint,
-    PublishedCheckpoint, RankDigest, SaveOptions, TableSpec,
+    ChainCompaction, CheckpointChain, CheckpointId, CheckpointKind, CheckpointName, CheckpointSave,
+    PublishedCheckpoint, SaveOptions, TableSpec,
 };
-use embcache::config::OptimizerKind::{Adam, RowWiseAdagrad};
+use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOpenMode, IoOperation, MemoryEngine, read_file};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{
+    ROOT, Table, compact, kind, load, load_chain, memory, on, save, save_chain, save_delta, save_with, versions,
+    write_delta,
+};
 use embcache_tests::directory_in;
 use proptest::prelude::*;
 
-use crate::made::{ROOT, Table, kind, load, load_chain, memory, on, save, save_delta, save_with, write_delta};
-
 fn root() -> &'static Path {
     Path::new(ROOT)
-}
-
-/// Versions of tables. Between versions, rows change, are inserted, are removed and are inserted again.
-pub(crate) fn moments(count: u64) -> Vec<Vec<Table>> {
-    let at = |salt: u64| {
-        let table = |name: &str, optimizer, dim| {
-            let mut now = Table::new("m", name, optimizer, dim, &(0..60).collect::<Vec<Id>>(), 0);
-            for moment in 1..=salt {
-                // One in eight ids changes. One in nine is removed, and is inserted again two versions later.
-                let ids: Vec<Id> = (0..90 + moment as Id).filter(|id| (*id + moment as Id) % 8 == 0).collect();
-                now.rows.extend(Table::new("m", name, optimizer, dim, &ids, moment).rows);
-                now.rows.retain(|id, _| (*id + moment as Id) % 9 != 0);
-                let back: Vec<Id> = (0..60).filter(|id| (*id + moment as Id) % 9 == 2).collect();
-                now.rows.extend(Table::new("m", name, optimizer, dim, &back, 100 + moment).rows);
-            }
-            now.spec.step = salt;
-            now
-        };
-        vec![table("a", RowWiseAdagrad, 3), table("b", Adam, 2)]
-    };
-    (0..count).map(at).collect()
-}
-
-/// Saves the versions as a full checkpoint and deltas. `worlds` are the numbers of ranks that save each.
-pub(crate) fn save_chain(
-    engine: &Arc<dyn IoEngine>,
-    moments: &[Vec<Table>],
-    worlds: &[u32],
-) -> Vec<PublishedCheckpoint> {
-    let mut saved = vec![save(engine, root(), &moments[0], worlds[0], 400, 7).expect("saved")];
-    for (n, pair) in moments.windows(2).enumerate() {
-        let world = worlds[(n + 1) % worlds.len()];
-        let options = on(&saved[n].identity);
-        let made = save_delta(engine, root(), (&pair[0], &pair[1]), (world, 400), n as u64, options);
-        saved.push(made.expect("a delta"));
-    }
-    saved
-}
-
-/// Merges the checkpoint that `LATEST` names with its base checkpoints, by `world` ranks.
-pub(crate) fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> embcache::Result<PublishedCheckpoint> {
-    let directory = directory_in(engine, root());
-    let latest = LatestCheckpoint::read(&directory)?;
-    let merged = ChainCompaction::open(&directory, latest)?.expect("a chain");
-    let options = SaveOptions { merged: Some(merged.chain().identity()), ..SaveOptions::default() };
-    let save = CheckpointSave::begin_with(&directory, random, options)?;
-    let digests = (0..world)
-        .map(|rank| merged.write(save.name(), (rank, world), &mut |_| Ok(())))
-        .collect::<embcache::Result<Vec<RankDigest>>>()?;
-    merged.chain().release();
-    save.publish(&digests, merged.chain().manifest().next_epoch)
 }
 
 fn in_memory() -> (MemoryEngine, Arc<dyn IoEngine>) {
@@ -78,24 +29,24 @@ fn in_memory() -> (MemoryEngine, Arc<dyn IoEngine>) {
 
 #[test]
 fn any_world_size_loads_deltas_that_others_saved() {
-    let moments = moments(5);
+    let versions = versions(5);
     for worlds in [[1, 1, 1], [2, 3, 1], [4, 1, 3]] {
         let (_, engine) = in_memory();
-        for last in 1..moments.len() {
+        for last in 1..versions.len() {
             let (_, fresh) = in_memory();
-            save_chain(&fresh, &moments[..=last], &worlds);
+            save_chain(&fresh, &versions[..=last], &worlds);
             for readers in 1..=4 {
-                assert_eq!(load(&fresh, root(), readers).expect("loaded"), moments[last], "{worlds:?} to {readers}");
+                assert_eq!(load(&fresh, root(), readers).expect("loaded"), versions[last], "{worlds:?} to {readers}");
             }
         }
-        let saved = save_chain(&engine, &moments, &worlds);
+        let saved = save_chain(&engine, &versions, &worlds);
         let newest = saved.last().expect("saved").latest;
         for ids_at_once in [1, 7, 50] {
             let loaded = load_chain(&engine, root(), 2, newest, Some(ids_at_once));
-            assert_eq!(loaded.expect("loaded in parts"), moments[4]);
+            assert_eq!(loaded.expect("loaded in parts"), versions[4]);
         }
         // Every link of the chain exists and loads.
-        for (published, moment) in saved.iter().zip(&moments) {
+        for (published, moment) in saved.iter().zip(&versions) {
             assert_eq!(load_chain(&engine, root(), 3, published.latest, None).expect("loaded"), *moment);
         }
     }
@@ -104,14 +55,14 @@ fn any_world_size_loads_deltas_that_others_saved() {
 #[test]
 fn a_delta_holds_what_changed_and_says_what_it_builds_on() {
     let (_, engine) = in_memory();
-    let moments = moments(3);
-    let saved = save_chain(&engine, &moments, &[2]);
+    let versions = versions(3);
+    let saved = save_chain(&engine, &versions, &[2]);
     let chain = CheckpointChain::open(&directory_in(&engine, root()), saved[2].latest).expect("opened");
     let manifest = chain.manifest();
     assert_eq!((manifest.kind, manifest.parent.as_ref()), (CheckpointKind::Delta, Some(&saved[1].identity)));
     assert_eq!(chain.identity(), saved[2].identity);
     assert_eq!(chain.names().count(), 3);
-    for (entry, table) in manifest.tables.iter().zip(&moments[2]) {
+    for (entry, table) in manifest.tables.iter().zip(&versions[2]) {
         assert_eq!(entry.total_rows, table.rows.len() as u64);
         assert!(entry.rows > 0 && entry.rows < entry.total_rows / 2, "{} of {}", entry.rows, entry.total_rows);
         assert!(entry.tombstones > 0);
@@ -120,30 +71,30 @@ fn a_delta_holds_what_changed_and_says_what_it_builds_on() {
 
 #[test]
 fn a_merged_chain_is_the_full_checkpoint_of_its_last_moment() {
-    let moments = moments(5);
+    let versions = versions(5);
     for world in [1, 3] {
         let (_, engine) = in_memory();
-        let saved = save_chain(&engine, &moments[..4], &[2, 1]);
+        let saved = save_chain(&engine, &versions[..4], &[2, 1]);
         let merged = compact(&engine, world, 9).expect("merged");
-        assert_eq!(load(&engine, root(), 2).expect("loaded"), moments[3]);
+        assert_eq!(load(&engine, root(), 2).expect("loaded"), versions[3]);
         let directory = directory_in(&engine, root());
         let chain = CheckpointChain::open(&directory, merged.latest).expect("opened");
         assert!(chain.links().len() == 1 && chain.manifest().kind == CheckpointKind::Full);
         assert_eq!(chain.manifest().merged.as_ref(), Some(&saved[3].identity), "a run goes on from it");
         assert_eq!(engine.list(root()).expect("listed").len(), 3, "LATEST, its lock and the merged one");
         assert!(ChainCompaction::open(&directory, merged.latest).expect("opened").is_none());
-        let next = save_delta(&engine, root(), (&moments[3], &moments[4]), (2, 400), 1, on(&merged.identity));
+        let next = save_delta(&engine, root(), (&versions[3], &versions[4]), (2, 400), 1, on(&merged.identity));
         next.expect("a delta on the merged one");
-        assert_eq!(load(&engine, root(), 1).expect("loaded"), moments[4]);
+        assert_eq!(load(&engine, root(), 1).expect("loaded"), versions[4]);
     }
 }
 
 #[test]
 fn a_missing_link_and_another_in_its_place_are_refused() {
-    let moments = moments(4);
+    let versions = versions(4);
     for broken in 0..3 {
         let (memory, engine) = in_memory();
-        let saved = save_chain(&engine, &moments, &[1]);
+        let saved = save_chain(&engine, &versions, &[1]);
         let dir = root().join(&saved[broken].identity.name);
         memory.remove_dir_all(&dir).expect("removed");
         let error = load(&engine, root(), 1).expect_err("a gap");
@@ -154,7 +105,7 @@ fn a_missing_link_and_another_in_its_place_are_refused() {
         let options = [SaveOptions::default(), on(&saved[0].identity), on(&saved[1].identity)];
         let name: CheckpointName = saved[broken].identity.name.parse().expect("a name");
         place_before((&memory, &other), name.seq, &saved, broken);
-        let again = save_delta_or_full(&foreign, &moments, broken, name, options[broken].clone());
+        let again = save_delta_or_full(&foreign, &versions, broken, name, options[broken].clone());
         assert_eq!(again.latest.name, name);
         copy(&other, &memory, &dir);
         let error = load(&engine, root(), 1).expect_err("another's");
@@ -183,17 +134,17 @@ fn place_before(
 /// Saves the rows of another version under the name of the version `broken`.
 fn save_delta_or_full(
     engine: &Arc<dyn IoEngine>,
-    moments: &[Vec<Table>],
+    versions: &[Vec<Table>],
     broken: usize,
     name: CheckpointName,
     options: SaveOptions,
 ) -> PublishedCheckpoint {
-    let mut other = moments[broken].clone();
+    let mut other = versions[broken].clone();
     other[0].rows.remove(&3);
     match options.parent {
         None => save(engine, root(), &other, 1, 400, name.random).expect("saved"),
         Some(_) => {
-            save_delta(engine, root(), (&moments[broken - 1], &other), (1, 400), name.random, options).expect("saved")
+            save_delta(engine, root(), (&versions[broken - 1], &other), (1, 400), name.random, options).expect("saved")
         }
     }
 }
@@ -217,30 +168,30 @@ fn copy(from: &MemoryEngine, to: &MemoryEngine, dir: &Path) {
 
 #[test]
 fn a_delta_on_what_is_no_longer_the_newest_is_not_published() {
-    let moments = moments(3);
+    let versions = versions(3);
     let (_, engine) = in_memory();
-    let saved = save_chain(&engine, &moments[..2], &[1]);
+    let saved = save_chain(&engine, &versions[..2], &[1]);
     // Two deltas on the same parent are saved concurrently. The first one wins, and its parent is kept.
     let second = CheckpointSave::begin_with(&directory_in(&engine, root()), 1, on(&saved[1].identity)).expect("begun");
-    save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 2, on(&saved[1].identity)).expect("published");
+    save_delta(&engine, root(), (&versions[1], &versions[2]), (1, 400), 2, on(&saved[1].identity)).expect("published");
     assert_eq!(kind(second.publish(&[], 1)), Kind::State, "without ranks there is nothing to publish");
-    let stale = save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 3, on(&saved[1].identity));
+    let stale = save_delta(&engine, root(), (&versions[1], &versions[2]), (1, 400), 3, on(&saved[1].identity));
     let error = stale.expect_err("something was saved since");
     assert_eq!(error.kind(), Kind::State);
     assert!(error.to_string().contains("save again"), "{error}");
     let nothing = CheckpointId { name: "0000000099-0000000000000000".into(), manifest_xxh3: 1 };
-    assert_eq!(kind(save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 4, on(&nothing))), Kind::State);
-    assert_eq!(load(&engine, root(), 2).expect("loaded"), moments[2]);
+    assert_eq!(kind(save_delta(&engine, root(), (&versions[1], &versions[2]), (1, 400), 4, on(&nothing))), Kind::State);
+    assert_eq!(load(&engine, root(), 2).expect("loaded"), versions[2]);
 }
 
 #[test]
 fn a_delta_of_other_tables_than_its_parents_is_not_published_and_one_of_other_settings_loads() {
-    let moments = moments(2);
+    let versions = versions(2);
     let (_, engine) = in_memory();
-    let saved = save_chain(&engine, &moments[..1], &[1]);
+    let saved = save_chain(&engine, &versions[..1], &[1]);
     let parent = &saved[0].identity;
     let changed = |change: &dyn Fn(&mut TableSpec)| {
-        let mut tables = moments[1].clone();
+        let mut tables = versions[1].clone();
         change(&mut tables[0].spec);
         tables
     };
@@ -248,25 +199,25 @@ fn a_delta_of_other_tables_than_its_parents_is_not_published_and_one_of_other_se
     for (tables, parent) in [
         (changed(&|spec| spec.key ^= 1), parent),
         (changed(&|spec| spec.table.push('x')), parent),
-        (vec![moments[1][0].clone()], parent),
-        (moments[1].clone(), &strange),
+        (vec![versions[1][0].clone()], parent),
+        (versions[1].clone(), &strange),
     ] {
-        let error = save_delta(&engine, root(), (&moments[0], &tables), (1, 400), 1, on(parent));
+        let error = save_delta(&engine, root(), (&versions[0], &tables), (1, 400), 1, on(parent));
         assert_eq!(kind(error), Kind::State);
-        assert_eq!(load(&engine, root(), 1).expect("what was there"), moments[0]);
+        assert_eq!(load(&engine, root(), 1).expect("what was there"), versions[0]);
     }
     let tables = changed(&|spec| {
         spec.seed ^= 1;
         spec.initializer = embcache::rows::InitializerSpec::Constant { value: 0.5 };
         spec.optimizer.hyperparameters.insert("lr".into(), 0.75);
     });
-    save_delta(&engine, root(), (&moments[0], &tables), (1, 400), 1, on(parent)).expect("published");
+    save_delta(&engine, root(), (&versions[0], &tables), (1, 400), 1, on(parent)).expect("published");
     assert_eq!(load(&engine, root(), 1).expect("loaded"), tables);
 }
 
 #[test]
 fn so_many_stay_as_are_asked_for_and_all_that_they_build_on() {
-    let moments = moments(6);
+    let versions = versions(6);
     let (_, engine) = in_memory();
     let keeping =
         |keep, parent: Option<&CheckpointId>| SaveOptions { parent: parent.cloned(), keep, ..SaveOptions::default() };
@@ -274,11 +225,11 @@ fn so_many_stay_as_are_asked_for_and_all_that_they_build_on() {
         saved.iter().map(|one| engine.exists(&root().join(&one.identity.name)).unwrap()).collect()
     };
     let full = |n: usize, keep| {
-        save_with(&engine, root(), &moments[n], (1, 400), 50 + n as u64, keeping(keep, None)).expect("saved")
+        save_with(&engine, root(), &versions[n], (1, 400), 50 + n as u64, keeping(keep, None)).expect("saved")
     };
     let delta = |n: usize, keep, parent: &PublishedCheckpoint| {
         let options = keeping(keep, Some(&parent.identity));
-        save_delta(&engine, root(), (&moments[n - 1], &moments[n]), (1, 400), n as u64, options).expect("a delta")
+        save_delta(&engine, root(), (&versions[n - 1], &versions[n]), (1, 400), n as u64, options).expect("a delta")
     };
     let mut saved = vec![full(0, 2)];
     saved.push(delta(1, 2, &saved[0]));
@@ -291,7 +242,7 @@ fn so_many_stay_as_are_asked_for_and_all_that_they_build_on() {
     saved.push(full(5, 3));
     assert_eq!(there(&saved), [false, false, false, true, true, true]);
     for n in [3, 4, 5] {
-        assert_eq!(load_chain(&engine, root(), 2, saved[n].latest, None).expect("loaded"), moments[n]);
+        assert_eq!(load_chain(&engine, root(), 2, saved[n].latest, None).expect("loaded"), versions[n]);
     }
     saved.push(full(5, 1));
     assert_eq!(there(&saved), [false, false, false, false, false, false, true]);
@@ -321,7 +272,7 @@ fn a_save_on_a_long_chain_reads_each_manifest_of_it_a_few_times() {
 #[test]
 fn a_merged_parent_of_a_higher_number_stays_as_long_as_its_delta() {
     for (keep, is_read) in [(1, true), (2, false), (1, false)] {
-        let versions = moments(4);
+        let versions = versions(4);
         let (_, engine) = in_memory();
         let saved = save_chain(&engine, &versions[..2], &[1]);
         let pair = (&*versions[1], &*versions[2]);
@@ -344,15 +295,15 @@ fn a_merged_parent_of_a_higher_number_stays_as_long_as_its_delta() {
 
 #[test]
 fn where_it_cannot_be_told_what_one_builds_on_nothing_complete_is_removed() {
-    let moments = moments(3);
+    let versions = versions(3);
     let (memory, engine) = in_memory();
-    let saved = save_chain(&engine, &moments, &[1]);
+    let saved = save_chain(&engine, &versions, &[1]);
     let path = root().join(&saved[1].identity.name).join("manifest.json");
     let whole = read_file(&memory, &path, 1 << 20).expect("read");
     embcache::io::write_atomically(&memory, &path, b"damaged").expect("written");
     drop(CheckpointSave::begin(&directory_in(&engine, root()), 9).expect("begun"));
     embcache::io::write_atomically(&memory, &path, &whole).expect("written");
-    assert_eq!(load(&engine, root(), 1).expect("loaded"), moments[2]);
+    assert_eq!(load(&engine, root(), 1).expect("loaded"), versions[2]);
 }
 
 proptest! {
@@ -365,16 +316,16 @@ proptest! {
         (readers, ids_at_once, merging) in (1_u32..5, 1_u64..40, prop::option::of(1_u32..4)),
     ) {
         let mut now = Table::new("m", "t", RowWiseAdagrad, 2, &(-10..20).collect::<Vec<Id>>(), 0);
-        let mut moments = vec![vec![now.clone()]];
+        let mut versions = vec![vec![now.clone()]];
         for (salt, (changed, left)) in (1..).zip(steps) {
             let changed: Vec<Id> = changed.into_iter().collect();
             now.rows.extend(Table::new("m", "t", RowWiseAdagrad, 2, &changed, salt).rows);
             now.rows.retain(|id, _| !left.contains(id));
             now.spec.step = salt;
-            moments.push(vec![now.clone()]);
+            versions.push(vec![now.clone()]);
         }
         let (_, engine) = in_memory();
-        let mut newest = save_chain(&engine, &moments, &worlds).last().expect("saved").latest;
+        let mut newest = save_chain(&engine, &versions, &worlds).last().expect("saved").latest;
         if let Some(world) = merging {
             newest = compact(&engine, world, 77).expect("merged").latest;
         }

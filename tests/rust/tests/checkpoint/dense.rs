@@ -12,9 +12,8 @@ use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{FaultEngine, IoEngine, IoFault, MemoryEngine, PsyncEngine};
 use embcache::types::{Id, hash_id};
 use embcache::{Kind, Result};
+use embcache_tests::checkpoint::{ROOT, Table, kind, load, memory};
 use embcache_tests::directory_in;
-
-use crate::made::{ROOT, Table, kind, load, memory};
 
 const WORLD: u32 = 2;
 const META: &[u8] = b"what the extents mean";

@@ -1,19 +1,17 @@
 //! Some ranks save tables of the cache, and others load them. Every row, slot and metadata is the same, for any tiers
 //! of both.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use embcache::Result;
-use embcache::cache::{BaseCheckpoint, GroupSink};
-use embcache::checkpoint::{CheckpointChain, CheckpointId, CheckpointSave, LatestCheckpoint, RankWriter, SaveOptions};
+use embcache::cache::GroupSink;
 use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
 use embcache::rows::RowList;
 use embcache::types::{Id, hash_id};
-use embcache_tests::{Contents, Rig, config, directory_in};
-
-use crate::made::{ROOT, memory, split};
+use embcache_tests::checkpoint::{memory, split};
+use embcache_tests::ranks::{load, save_as_base, save_on};
+use embcache_tests::{Contents, Rig, config};
 
 const ROWS: Id = 3000;
 
@@ -61,70 +59,6 @@ fn save(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize) {
     save_on(engine, ranks, group_bytes, None);
 }
 
-/// Saves all rows, or the changes since a base. Returns the base of the next delta.
-fn save_on(
-    engine: &Arc<dyn IoEngine>,
-    ranks: &[Rig],
-    group_bytes: usize,
-    on: Option<&BaseCheckpoint>,
-) -> BaseCheckpoint {
-    try_save_on(engine, ranks, group_bytes, on).expect("saved")
-}
-
-/// Like `save_on`, on a disk that may fail.
-pub(crate) fn try_save_on(
-    engine: &Arc<dyn IoEngine>,
-    ranks: &[Rig],
-    group_bytes: usize,
-    on: Option<&BaseCheckpoint>,
-) -> Result<BaseCheckpoint> {
-    let parent = on.map(|on| CheckpointId { name: on.name.clone(), manifest_xxh3: on.manifest_xxh3 });
-    let options = SaveOptions { parent, ..SaveOptions::default() };
-    let directory = directory_in(engine, ROOT);
-    let save = CheckpointSave::begin_with(&directory, 7, options)?;
-    let digest = |(rank, rig): (u32, &Rig)| {
-        let world = ranks.len() as u32;
-        let writer = RankWriter::new(&directory, save.name(), rank, world)?;
-        let mut writer = writer.with_group_bytes(group_bytes);
-        match on {
-            None => drop(writer.write_rows_of("m", &rig.table, BTreeMap::new())?),
-            Some(on) => drop(writer.write_changes_of("m", &rig.table, BTreeMap::new(), on)?),
-        }
-        writer.finish()
-    };
-    let digests: Result<Vec<_>> = (0..).zip(ranks).map(digest).collect();
-    let next_epoch = on.map_or(3, |on| on.next_epoch + 1);
-    let CheckpointId { name, manifest_xxh3 } = save.publish(&digests?, next_epoch)?.identity;
-    Ok(BaseCheckpoint { name, manifest_xxh3, next_epoch })
-}
-
-/// Like `save_on`, and sets the checkpoint as the base of the ranks.
-pub(crate) fn go_on(
-    engine: &Arc<dyn IoEngine>,
-    ranks: &[Rig],
-    group_bytes: usize,
-    on: Option<&BaseCheckpoint>,
-) -> BaseCheckpoint {
-    let made = save_on(engine, ranks, group_bytes, on);
-    for rig in ranks {
-        rig.table.set_epoch(made.next_epoch).expect("set");
-        rig.table.saved_as(made.clone()).expect("noted");
-    }
-    made
-}
-
-pub(crate) fn load(engine: &Arc<dyn IoEngine>, ranks: &[Rig]) {
-    let directory = directory_in(engine, ROOT);
-    let latest = LatestCheckpoint::read(&directory).expect("a checkpoint");
-    for rig in ranks {
-        let checkpoint = CheckpointChain::open(&directory, latest).expect("opened");
-        let reader = checkpoint.table_reader("m", "t", rig.table.config().buckets.clone()).expect("its files");
-        reader.load_into(&rig.table).expect("loaded");
-        let rows = rig.table.len().expect("counted");
-        assert!(rows == reader.max_rows() || rows < reader.max_rows() && checkpoint.links().len() > 1);
-    }
-}
-
 #[test]
 fn a_chain_loads_into_any_tiers_as_the_tables_were_when_its_last_link_was_saved() {
     for (dim, optimizer) in
@@ -133,7 +67,7 @@ fn a_chain_loads_into_any_tiers_as_the_tables_were_when_its_last_link_was_saved(
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let saved = ranks(&engine, 2, dim, optimizer, "saved");
         train(&saved);
-        let mut link = go_on(&engine, &saved, 20_000, None);
+        let mut link = save_as_base(&engine, &saved, 20_000, None);
         for round in 1..=3 {
             for rig in &saved {
                 let own: Vec<Id> = rig.contents().expect("every row").keys().copied().collect();
@@ -143,7 +77,7 @@ fn a_chain_loads_into_any_tiers_as_the_tables_were_when_its_last_link_was_saved(
                 assert_eq!(rig.table.remove_rows(&gone).expect("removed"), gone.len() as u64);
                 rig.table.set_step(77).expect("set");
             }
-            link = go_on(&engine, &saved, 2_000, Some(&link));
+            link = save_as_base(&engine, &saved, 2_000, Some(&link));
             let expected = all(&saved);
             assert!(expected.len() < ROWS as usize);
             for readers in 1..=4 {

@@ -15,10 +15,9 @@ use embcache::rows::WeightPrecision;
 use embcache::serve::{ServeOptions, TableServer};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Kind, Result};
+use embcache_tests::checkpoint::{ROOT, Table, kind, memory, on, save, save_delta, save_with, stop_at_each_change};
+use embcache_tests::ranks::save_as_base;
 use embcache_tests::{Rig, config, directory_in};
-
-use crate::elastic::go_on;
-use crate::made::{ROOT, Table, kind, memory, on, save, save_delta, save_with, stop_at_each_change};
 
 pub(crate) const SERVED: &str = "/checkpoints/served";
 
@@ -190,7 +189,7 @@ fn what_trains_divides_merges_or_converts_refuses_it_and_says_what_it_is_for() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = Rig::open(config(4, OptimizerKind::RowWiseAdagrad, 1000), Arc::clone(&engine)).expect("opened");
     saved.train(&[5, 6], 1, 1).expect("trained");
-    let full = go_on(&engine, std::slice::from_ref(&saved), 20_000, None);
+    let full = save_as_base(&engine, std::slice::from_ref(&saved), 20_000, None);
     serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
     let made = newest(&engine, SERVED).expect("opened");
     let check = |error: Error| {
@@ -303,11 +302,11 @@ fn sweeps_and_tombstones_of_the_chain_are_in_it() {
     let settings = TableConfig { eviction, ..config(4, OptimizerKind::Sgd, 1000) };
     let rig = Rig::open(settings, Arc::clone(&engine)).expect("opened");
     rig.train(&(0..40).collect::<Vec<Id>>(), 1, 1).expect("trained");
-    let full = go_on(&engine, std::slice::from_ref(&rig), 20_000, None);
+    let full = save_as_base(&engine, std::slice::from_ref(&rig), 20_000, None);
     rig.train(&(20..50).collect::<Vec<Id>>(), 1, 2).expect("trained");
     rig.table.remove_rows(&[30, 31, 45]).expect("removed");
     rig.table.sweep().expect("swept");
-    go_on(&engine, std::slice::from_ref(&rig), 20_000, Some(&full));
+    save_as_base(&engine, std::slice::from_ref(&rig), 20_000, Some(&full));
     let from = newest(&engine, ROOT).expect("opened");
     let sweeps: &[ExpirySweep] = &from.manifest().tables[0].sweeps;
     assert_eq!(sweeps.len(), 1);

@@ -8,60 +8,15 @@ use std::sync::Arc;
 use embcache::Kind;
 use embcache::cache::Table;
 use embcache::checkpoint::{
-    ChainCompaction, CheckpointChain, CheckpointKind, CheckpointSave, LatestCheckpoint, LinkedTable,
-    PublishedCheckpoint, RankWriter, SaveOptions, reshard,
+    ChainCompaction, CheckpointChain, CheckpointKind, CheckpointSave, LatestCheckpoint, PublishedCheckpoint,
+    RankWriter, SaveOptions, reshard,
 };
-use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::config::{OptimizerKind, ReopenMode, TableConfig};
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOpenMode, IoOperation, read_file, write_atomically};
 use embcache::ssd::StateCounters;
-use embcache::types::{Id, hash_id};
+use embcache_tests::checkpoint::{ROOT, memory};
+use embcache_tests::linked::{save, table_config, train};
 use embcache_tests::{Contents, Rig, config, directory_in};
-
-use crate::made::{ROOT, memory};
-
-pub(crate) const TIER: &str = "/tier/t";
-const IDS: u64 = 500;
-
-pub(crate) fn table_config(reopen: ReopenMode) -> TableConfig {
-    let ssd = SsdConfig { dir: TIER.into(), bytes: 1 << 20, reopen, resume_commit_id: None };
-    TableConfig { ssd: Some(ssd), ..config(4, OptimizerKind::RowWiseAdagrad, 30) }
-}
-
-fn ids(salt: u32) -> Vec<Id> {
-    let mut ids: Vec<Id> = (0..60).map(|n| (hash_id(i64::from(salt) << 20 | n) % IDS) as Id - 17).collect();
-    ids.sort_unstable();
-    ids.dedup();
-    ids
-}
-
-pub(crate) fn train(rig: &Rig, steps: std::ops::Range<u32>) {
-    for salt in steps {
-        rig.train(&ids(salt), 3, salt).expect("trained");
-    }
-}
-
-pub(crate) fn save(
-    engine: &Arc<dyn IoEngine>,
-    table: &Table,
-    random: u64,
-    snapshot: bool,
-) -> embcache::Result<(PublishedCheckpoint, LinkedTable)> {
-    let root = Path::new(ROOT);
-    let options = SaveOptions { linked: snapshot, keep: 1, ..SaveOptions::default() };
-    let directory = directory_in(engine, root);
-    let save = CheckpointSave::begin_with(&directory, random, options)?;
-    let mut writer = RankWriter::new(&directory, save.name(), 0, 1)?;
-    let linked = if snapshot {
-        writer.link_rows_of("m", table, BTreeMap::new())?
-    } else {
-        let rows = writer.write_rows_of("m", table, BTreeMap::new())?;
-        LinkedTable { rows, ..LinkedTable::default() }
-    };
-    let epoch = table.epoch()? + 1;
-    let published = save.publish(&[writer.finish()?], epoch)?;
-    table.set_epoch(epoch)?;
-    Ok((published, linked))
-}
 
 pub(crate) fn chain(engine: &Arc<dyn IoEngine>) -> embcache::Result<CheckpointChain> {
     let directory = directory_in(engine, ROOT);

@@ -8,9 +8,10 @@ use embcache::Kind;
 use embcache::config::ReopenMode;
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, read_file};
 use embcache_tests::Rig;
+use embcache_tests::checkpoint::memory;
+use embcache_tests::linked::{TIER, save, table_config, train};
 
-use crate::linked::{TIER, contents, open, read, save, segments, snapshot_dir, table_config, train};
-use crate::made::memory;
+use crate::linked::{contents, open, read, segments, snapshot_dir};
 
 #[test]
 fn a_stop_at_every_operation_of_a_load_leaves_the_snapshot_whole_and_the_tier_one_state_or_none() {

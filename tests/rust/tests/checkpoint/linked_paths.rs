@@ -14,9 +14,10 @@ use embcache::config::{ReopenMode, SsdConfig, TableConfig};
 use embcache::io::{ConfinedEngine, FaultEngine, IoOperation, PsyncEngine};
 use embcache::paths::{PathChecks, open_to_load, open_to_save};
 use embcache::ssd::{LinkedSegments, StateCounters};
+use embcache_tests::linked::{table_config, train};
 use embcache_tests::{Contents, Rig, directory_in};
 
-use crate::linked::{contents, table_config, train};
+use crate::linked::contents;
 
 struct Fixture {
     base: tempfile::TempDir,

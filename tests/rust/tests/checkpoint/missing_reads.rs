@@ -15,10 +15,9 @@ use embcache::config::{AdmissionRule, OptimizerKind, ReopenMode, SsdConfig, Tabl
 use embcache::io::IoEngine;
 use embcache::rows::RowHeader;
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, Table, kind, memory, save};
+use embcache_tests::ranks::save_as_base;
 use embcache_tests::{Rig, config, directory_in};
-
-use crate::elastic::go_on;
-use crate::made::{ROOT, Table, kind, memory, save};
 
 /// True for a table with an OOV row, and the values that an evaluation reads.
 const CASES: [(bool, MissingRead); 8] = [
@@ -77,10 +76,10 @@ fn every_checkpoint_of_a_table_says_what_an_evaluation_reads() {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let rig = Rig::open(settings(shares, said), Arc::clone(&engine)).expect("opened");
         import(&rig, 1..4);
-        let full = go_on(&engine, std::slice::from_ref(&rig), 20_000, None);
+        let full = save_as_base(&engine, std::slice::from_ref(&rig), 20_000, None);
         check(&newest(&engine, ROOT), said, "a full one");
         import(&rig, 3..5);
-        go_on(&engine, std::slice::from_ref(&rig), 20_000, Some(&full));
+        save_as_base(&engine, std::slice::from_ref(&rig), 20_000, Some(&full));
         check(&newest(&engine, ROOT), said, "a delta");
         engine.create_dir_all(Path::new("/checkpoints/elsewhere")).expect("made");
         let elsewhere = directory_in(&engine, "/checkpoints/elsewhere");
@@ -127,11 +126,11 @@ fn a_linked_checkpoint_says_it_too() {
 fn a_table_that_is_loaded_goes_on_as_it_is_configured() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = Rig::open(settings(false, Zeros), Arc::clone(&engine)).expect("opened");
-    go_on(&engine, std::slice::from_ref(&saved), 20_000, None);
+    save_as_base(&engine, std::slice::from_ref(&saved), 20_000, None);
     let other = Rig::open(settings(false, Value(2.0)), Arc::clone(&engine)).expect("opened");
     let reader = newest(&engine, ROOT).table_reader("m", "t", 0..13).expect("its files");
     reader.load_into(&other.table).expect("loaded");
-    go_on(&engine, std::slice::from_ref(&other), 20_000, None);
+    save_as_base(&engine, std::slice::from_ref(&other), 20_000, None);
     check(&newest(&engine, ROOT), Value(2.0), "saved again");
 }
 

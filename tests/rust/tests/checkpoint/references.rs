@@ -6,9 +6,8 @@ use std::sync::Arc;
 use embcache::checkpoint::{LatestCheckpoint, REFERENCE_FILE, SaveOptions, prune};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{IoEngine, write_atomically};
+use embcache_tests::checkpoint::{ROOT, Table, load_chain, memory, on, save, save_delta};
 use embcache_tests::directory_in;
-
-use crate::made::{ROOT, Table, load_chain, memory, on, save, save_delta};
 
 #[test]
 fn a_checkpoint_that_a_file_refers_to_stays_with_what_it_builds_on() {

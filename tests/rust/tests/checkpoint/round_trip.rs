@@ -8,10 +8,9 @@ use embcache::config::OptimizerKind::{Adagrad, Adam, AdamW, PartialRowWiseAdam, 
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, PsyncEngine};
 use embcache::types::Id;
 use embcache::{Error, Kind};
+use embcache_tests::checkpoint::{ROOT, Table, kind, load, memory, save, split};
 use embcache_tests::directory_in;
 use proptest::prelude::*;
-
-use crate::made::{ROOT, Table, kind, load, memory, save, split};
 
 fn several() -> Vec<Table> {
     let ids: Vec<Id> = (-40..60).chain([Id::MIN, Id::MAX, 1 << 40, -(1 << 50)]).collect();

@@ -14,42 +14,9 @@ use embcache::paths::PathChecks;
 use embcache::serve::{MissingRead, PollOutcome, PoolingMode, ServeOptions, TableServer, make_index};
 use embcache::types::Id;
 use embcache::{Error, Kind};
-use embcache_tests::{Contents, directory_in};
-
-use super::made::{ROOT, Table, kind, load, memory, on, save, save_delta, save_with};
-use super::served::check;
-
-/// Checks that the current version has exactly these rows of table "t" of module "m", for some ids.
-pub(crate) fn check_rows(serving: &TableServer, expected: &Contents) {
-    let version = serving.pin().expect("a version");
-    let table = version.table("m/t").expect("the table");
-    let (dim, ids) = (table.dim(), (-50..20_000).chain(expected.keys().copied()).collect::<Vec<Id>>());
-    let (mut out, mut found) = (vec![0.0_f32; ids.len() * dim], vec![false; ids.len()]);
-    table.lookup(&ids, &mut out, &mut found).expect("served");
-    for ((id, found), row) in ids.iter().zip(found).zip(out.chunks(dim)) {
-        let wanted = expected.get(id);
-        assert_eq!(found, wanted.is_some(), "id {id}");
-        let right =
-            wanted.is_none_or(|(_, bits)| row.iter().map(|weight| weight.to_bits()).eq(bits[..dim].iter().copied()));
-        assert!(right, "id {id}");
-    }
-}
-
-/// Checks the rows of table "t" of module "m" in the latest checkpoint, served by the latest existing index and the
-/// deltas after it, and with `anew`, by an index that is built from the entire chain.
-pub(crate) fn check_contents(engine: &Arc<dyn IoEngine>, expected: &Contents, anew: bool) {
-    let check = || check_rows(&opened(engine, Path::new(ROOT), ServeOptions::default()), expected);
-    check();
-    if anew {
-        for checkpoint in engine.list(Path::new(ROOT)).expect("a directory") {
-            let index = checkpoint.join("serve.idx");
-            if engine.exists(&index).expect("a look") {
-                engine.remove_file(&index).expect("removed");
-            }
-        }
-        check();
-    }
-}
+use embcache_tests::checkpoint::{ROOT, Table, kind, load, memory, on, save, save_delta, save_with};
+use embcache_tests::directory_in;
+use embcache_tests::serve::{check, opened};
 
 fn tables(salt: u64) -> Vec<Table> {
     let ids: Vec<Id> = (0..700).map(|n| n * n * 7919 - 40_000).collect();
@@ -163,10 +130,6 @@ fn rows_that_were_preloaded_are_never_waited_for() {
         if turns > 3 { Err(Error::new(Kind::State, "the user left")) } else { Ok(()) }
     });
     assert!(ended.is_err(), "preloading can be ended");
-}
-
-pub(crate) fn opened(engine: &Arc<dyn IoEngine>, root: &Path, options: ServeOptions) -> Arc<TableServer> {
-    TableServer::open(directory_in(engine, root), options).expect("opened")
 }
 
 /// A directory on disk with a full checkpoint of `tables(5)`, and its contents.

@@ -9,13 +9,12 @@ use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine};
 use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
 use embcache::{Error, Kind};
-use embcache_tests::directory_in;
-
-use super::delta::{compact, moments, save_chain};
-use super::made::{
-    ROOT, Table, memory, newest_identity, on, save, save_delta, save_with, stop_at_each_change, write_delta,
+use embcache_tests::checkpoint::{
+    ROOT, Table, compact, memory, newest_identity, on, save, save_chain, save_delta, save_with, stop_at_each_change,
+    versions, write_delta,
 };
-use super::served::check;
+use embcache_tests::directory_in;
+use embcache_tests::serve::check;
 
 const ENOSPC: i32 = 28;
 const EIO: i32 = 5;
@@ -89,7 +88,7 @@ fn a_server_that_looks_while_a_trainer_publishes_sees_a_published_version() {
 
 #[test]
 fn a_delta_whose_parent_was_merged_while_it_was_written_is_served_next() {
-    let versions = moments(4);
+    let versions = versions(4);
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = save_chain(&engine, &versions[..2], &[1]);
     let pair = (&*versions[1], &*versions[2]);

@@ -9,9 +9,8 @@ use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, PsyncEngine};
 use embcache::serve::{check_index, make_index};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{Table, save};
 use embcache_tests::directory_in;
-
-use super::made::{Table, save};
 
 /// Bytes of a line: five ids, their places plus one, and the number of ids that have passed it.
 const LINE: usize = 64;

@@ -9,10 +9,9 @@ use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, PsyncEngine};
 use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{Table, on, save_delta, save_with};
 use embcache_tests::directory_in;
-
-use super::made::{Table, on, save_delta, save_with};
-use super::served::check;
+use embcache_tests::serve::check;
 
 const DELTAS: u64 = 1000;
 /// A full checkpoint follows after this number of deltas.

@@ -16,15 +16,14 @@ use embcache::rows::WeightPrecision;
 use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
 use embcache::{Kind, Result};
+use embcache_tests::checkpoint::{ROOT, Table, compact, kind, load, memory, on, save, save_delta};
+use embcache_tests::linked::{save as save_rig, table_config, train};
+use embcache_tests::serve::{check, check_rows, opened};
 use embcache_tests::{Rig, directory_in};
 
-use super::delta::compact;
-use super::for_serving::{SERVED, newest, serve};
-use super::linked::{save as save_rig, table_config, train};
-use super::made::{ROOT, Table, kind, load, memory, on, save, save_delta};
-use super::served::check;
-use super::serving::{changed, check_rows, files, opened, saved_on_disk};
-use super::serving_faults::wait_for;
+use crate::for_serving::{SERVED, newest, serve};
+use crate::serving::{changed, files, saved_on_disk};
+use crate::serving_faults::wait_for;
 
 // ---- linked checkpoints
 

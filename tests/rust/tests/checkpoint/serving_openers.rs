@@ -9,11 +9,11 @@ use embcache::config::OptimizerKind;
 use embcache::io::{FaultEngine, IoEngine, IoOperation, PsyncEngine};
 use embcache::serve::{ServeOptions, TableServer, make_index};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{Table, on, save, save_delta};
 use embcache_tests::directory_in;
+use embcache_tests::serve::check;
 
-use super::made::{Table, on, save, save_delta};
-use super::served::check;
-use super::serving_faults::wait_for;
+use crate::serving_faults::wait_for;
 
 const THREADS: usize = 6;
 const PROCESSES: usize = 4;

@@ -11,11 +11,11 @@ use embcache::rows::WeightPrecision;
 use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
 use embcache::{Error, Kind};
+use embcache_tests::checkpoint::{ROOT, Table, kind, memory, on, save, save_delta, save_with};
 use embcache_tests::directory_in;
 
-use super::for_serving::{SERVED, expected, ids, newest, serve, tables};
-use super::made::{ROOT, Table, kind, memory, on, save, save_delta, save_with};
-use super::serving::save_sweep;
+use crate::for_serving::{SERVED, expected, ids, newest, serve, tables};
+use crate::serving::save_sweep;
 
 fn root() -> &'static Path {
     Path::new(ROOT)

@@ -12,13 +12,13 @@ use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, PsyncEngine, rea
 use embcache::rows::WeightPrecision;
 use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, Table, kind, memory, on, save, save_delta, save_with};
 use embcache_tests::directory_in;
 
-use super::for_serving::{SERVED, ids, newest, serve, tables};
-use super::made::{ROOT, Table, kind, memory, on, save, save_delta, save_with};
-use super::serving_faults::wait_for;
-use super::serving_memory::held;
-use super::serving_source::{changed, check, files, open};
+use crate::for_serving::{SERVED, ids, newest, serve, tables};
+use crate::serving_faults::wait_for;
+use crate::serving_memory::held;
+use crate::serving_source::{changed, check, files, open};
 
 const EIO: i32 = 5;
 const EMFILE: i32 = 24;

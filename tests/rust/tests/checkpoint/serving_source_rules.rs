@@ -11,14 +11,14 @@ use embcache::lifecycle::{ExpiryRule, ExpirySweep, RankKey, sortable_score};
 use embcache::rows::WeightPrecision;
 use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, Table, memory, save};
 use embcache_tests::directory_in;
 
-use super::for_serving::{newest, serve};
-use super::made::{ROOT, Table, memory, save};
-use super::serving::save_sweep;
-use super::serving_faults::wait_for;
-use super::serving_source::open;
-use super::serving_source_faults::convert;
+use crate::for_serving::{newest, serve};
+use crate::serving::save_sweep;
+use crate::serving_faults::wait_for;
+use crate::serving_source::open;
+use crate::serving_source_faults::convert;
 
 fn root() -> &'static Path {
     Path::new(ROOT)

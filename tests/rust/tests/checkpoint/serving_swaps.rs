@@ -13,10 +13,10 @@ use embcache::io::{IoEngine, PsyncEngine};
 use embcache::lifecycle::{ExpiryRule, ExpirySweep};
 use embcache::serve::{PollOutcome, ServeOptions, ServedVersion, TableServer};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, Table, memory, on, save_with};
 use embcache_tests::directory_in;
 
-use super::made::{ROOT, Table, memory, on, save_with};
-use super::serving_faults::wait_for;
+use crate::serving_faults::wait_for;
 
 const READERS: usize = 2;
 /// A full checkpoint is saved after this number of versions. It starts a new chain.

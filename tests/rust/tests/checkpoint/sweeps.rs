@@ -15,13 +15,11 @@ use embcache::io::IoEngine;
 use embcache::lifecycle::{RankKey, sortable_score};
 use embcache::rows::{RowHeader, ScoreDecay};
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, compact, memory, split};
 use embcache_tests::dice::Dice;
+use embcache_tests::ranks::{load, save_as_base};
+use embcache_tests::serve::check_contents;
 use embcache_tests::{Contents, Rig, config, directory_in};
-
-use crate::delta::compact;
-use crate::elastic::{go_on, load};
-use crate::made::{ROOT, memory, split};
-use crate::serving::check_contents;
 
 const DIM: usize = 4;
 const BAG: usize = 5;
@@ -117,7 +115,7 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
                     rig.import(&[(id, row)].into_iter().collect()).expect("imported");
                 }
             }
-            link = Some(go_on(&engine, &saved, 20_000, link.as_ref()));
+            link = Some(save_as_base(&engine, &saved, 20_000, link.as_ref()));
             let expected = rows_of(&saved);
             let directory = directory_in(&engine, ROOT);
             let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint"))
@@ -188,7 +186,7 @@ fn a_chain_whose_sweeps_each_have_a_cut_of_their_own_is_the_tables_that_saved_it
                 rows.into_iter().filter(|(_, (header, _))| RankKey::of(header, &decay, step) >= cut).collect();
             assert!(rows_of(&saved) == expected, "{round}");
         }
-        link = Some(go_on(&engine, &saved, 20_000, link.as_ref()));
+        link = Some(save_as_base(&engine, &saved, 20_000, link.as_ref()));
         let expected = rows_of(&saved);
         let directory = directory_in(&engine, ROOT);
         let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint"))
@@ -219,12 +217,12 @@ fn rows_that_a_sweep_takes_cost_a_delta_nothing_each() {
     let headers: Vec<RowHeader> = ids.iter().map(|&id| RowHeader { id, ..RowHeader::default() }).collect();
     let rows = RowBlock { headers: &headers, vectors: &vec![0.5; ids.len() * (DIM)] };
     saved[0].table.import_rows(rows).expect("imported");
-    let link = go_on(&engine, &saved, 20_000, None);
+    let link = save_as_base(&engine, &saved, 20_000, None);
     for id in -3..0 {
         saved[0].train(&[id], BAG, 1).expect("a step");
     }
     saved[0].table.sweep().expect("a sweep");
-    go_on(&engine, &saved, 20_000, Some(&link));
+    save_as_base(&engine, &saved, 20_000, Some(&link));
     let directory = directory_in(&engine, ROOT);
     let chain =
         CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint")).expect("opened");
@@ -242,7 +240,7 @@ fn a_delta_does_not_build_on_anything_while_a_sweep_spares_rows_of_a_batch() {
     let saved = ranks(&engine, 1, &EvictionRule::Unused { steps: 2 }, 1, "saved");
     let rig = &saved[0];
     rig.train(&[1, 2], BAG, 1).expect("a step");
-    let link = go_on(&engine, &saved, 20_000, None);
+    let link = save_as_base(&engine, &saved, 20_000, None);
     // This batch is forwarded, and sweeps run before its backward.
     let plan = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
     rig.place(&plan).expect("a place");
@@ -252,11 +250,11 @@ fn a_delta_does_not_build_on_anything_while_a_sweep_spares_rows_of_a_batch() {
     assert!(rig.table.base_checkpoints().expect("an open table").is_empty());
     assert_eq!(rig.table.tombstones_since(&link).expect_err("not known").kind(), embcache::Kind::State);
     assert_eq!(rows_of(&saved).into_keys().collect::<Vec<Id>>(), [1, 11, 12]);
-    let full = go_on(&engine, &saved, 20_000, None);
+    let full = save_as_base(&engine, &saved, 20_000, None);
     drop(plan);
     assert_eq!(rows_of(&saved).into_keys().collect::<Vec<Id>>(), [11, 12]);
     assert_eq!(rig.table.base_checkpoints().expect("an open table").last(), Some(&full));
-    go_on(&engine, &saved, 20_000, Some(&full));
+    save_as_base(&engine, &saved, 20_000, Some(&full));
     let loaded = ranks(&engine, 1, &EvictionRule::Unused { steps: 2 }, 1, "loaded");
     load(&engine, &loaded);
     assert!(rows_of(&loaded) == rows_of(&saved), "the row that was spared has a tombstone");
@@ -273,7 +271,7 @@ fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
         for ids in [[1, 2], [3, 4], [5, 6]] {
             rig.train(&ids, BAG, 1).expect("a step");
         }
-        let link = go_on(&engine, &saved, 20_000, None);
+        let link = save_as_base(&engine, &saved, 20_000, None);
         // Two sweeps run between the forward of this batch and its end. The first matches the rows 1 and 2, and the
         // second fewer.
         let plan = rig.plan(&[1, 5], PlanMode::TRAIN).expect("a plan");
@@ -289,16 +287,16 @@ fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
         drop(plan);
         let left: &[Id] = if is_trained { &[1, 3, 4, 5, 6] } else { &[3, 4, 5, 6] };
         assert_eq!(rows_of(&saved).into_keys().collect::<Vec<Id>>(), left);
-        let link = go_on(&engine, &saved, 20_000, Some(&link));
+        let link = save_as_base(&engine, &saved, 20_000, Some(&link));
         // Once more, with a save during the batch, and with sweeps before it and after it.
         let plan = rig.plan(&[3, 6], PlanMode::TRAIN).expect("a plan");
         rig.place(&plan).expect("a place");
         rig.table.sweep_with_rule(&EvictionRule::TrainedUntil { step: 2 }).expect("a sweep");
         assert_eq!(rig.table.tombstones_since(&link).expect_err("not known").kind(), embcache::Kind::State);
-        let full = go_on(&engine, &saved, 20_000, None);
+        let full = save_as_base(&engine, &saved, 20_000, None);
         rig.table.sweep_with_rule(&EvictionRule::Nothing).expect("a sweep");
         drop(plan);
-        go_on(&engine, &saved, 20_000, Some(&full));
+        save_as_base(&engine, &saved, 20_000, Some(&full));
         let loaded = open(&format!("loaded {is_trained}"));
         load(&engine, &loaded);
         assert!(rows_of(&loaded) == rows_of(&saved), "row 3 died after the checkpoint, by a sweep before it");
@@ -316,7 +314,7 @@ fn a_delta_beside_training_and_one_after_a_resume_know_the_sweeps() {
     let directory = directory_in(&engine, ROOT);
     let mut dice = Dice(77);
     train(&saved, &mut dice, 30);
-    let link = go_on(&engine, &saved, 20_000, None);
+    let link = save_as_base(&engine, &saved, 20_000, None);
     train(&saved, &mut dice, 12);
     // An asynchronous save.
     let parent = Some(CheckpointId { name: link.name.clone(), manifest_xxh3: link.manifest_xxh3 });
@@ -349,7 +347,7 @@ fn a_delta_beside_training_and_one_after_a_resume_know_the_sweeps() {
     config.ssd.as_mut().expect("an SSD tier").reopen = ReopenMode::Resume;
     saved.push(Rig::open(config, Arc::clone(&engine)).expect("resumed"));
     train(&saved, &mut dice, 5);
-    go_on(&engine, &saved, 20_000, Some(&beside));
+    save_as_base(&engine, &saved, 20_000, Some(&beside));
     let again = ranks(&engine, 1, &rule, 3, "again");
     load(&engine, &again);
     assert!(rows_of(&again) == rows_of(&saved), "after a resume");

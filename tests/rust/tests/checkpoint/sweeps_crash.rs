@@ -8,11 +8,11 @@ use embcache::cache::BaseCheckpoint;
 use embcache::checkpoint::LatestCheckpoint;
 use embcache::config::{EvictionRule, TableConfig};
 use embcache::io::{FaultEngine, IoEngine, IoFault, MemoryEngine};
+use embcache_tests::checkpoint::{ROOT, memory};
 use embcache_tests::dice::Dice;
+use embcache_tests::ranks::{load, try_save_on};
 use embcache_tests::{Contents, Rig, directory_in};
 
-use crate::elastic::{load, try_save_on};
-use crate::made::{ROOT, memory};
 use crate::sweeps::{rank_of, rows_of, train};
 
 /// A full save, and deltas on it.

@@ -9,10 +9,10 @@ use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, ReopenMode, 
 use embcache::io::IoEngine;
 use embcache::rows::RowHeader;
 use embcache::types::Id;
+use embcache_tests::checkpoint::memory;
+use embcache_tests::ranks::{load, save_as_base};
 use embcache_tests::{Rig, config};
 
-use crate::elastic::{go_on, load};
-use crate::made::memory;
 use crate::sweeps::rows_of;
 
 const DIM: usize = 4;
@@ -54,7 +54,7 @@ fn all_dead_rows_leave(bury: impl FnOnce(&Rig)) {
     import(&rig, MODIFIED..end - LAST, 1000);
     import(&rig, end - LAST..end, 1);
     let saved = std::slice::from_ref(&rig);
-    let full = go_on(&engine, saved, 1 << 20, None);
+    let full = save_as_base(&engine, saved, 1 << 20, None);
     import(&rig, 0..MODIFIED, 1);
     rig.table.set_step(1000).expect("set");
     rig.table.sweep().expect("a sweep");
@@ -63,7 +63,7 @@ fn all_dead_rows_leave(bury: impl FnOnce(&Rig)) {
     let dead = expected.values().filter(|(header, _)| header.last_step <= 950).count();
     assert_eq!(dead, 0, "dead rows outlived the sweep");
     assert!(expected.contains_key(&MODIFIED), "rows live that the sweep does not take");
-    go_on(&engine, saved, 1 << 20, Some(&full));
+    save_as_base(&engine, saved, 1 << 20, Some(&full));
     let loaded = [Rig::open(table("loaded"), Arc::clone(&engine)).expect("opened")];
     load(&engine, &loaded);
     assert!(rows_of(&loaded) == expected, "the delta is the table that saved it");

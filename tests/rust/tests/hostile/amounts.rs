@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use embcache::checkpoint::{LatestCheckpoint, OpenCheckpoint};
+use embcache_tests::checkpoint::ROOT;
 use embcache_tests::directory_in;
 use serde_json::Value;
 
 use crate::checkpoint::{is_data, reseal, seed, set_header, value};
-use crate::made::ROOT;
 use crate::memory::largest_of;
 use crate::mutate::{Files, engine_of};
 

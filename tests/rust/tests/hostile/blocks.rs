@@ -5,10 +5,10 @@ use std::sync::{Arc, OnceLock};
 
 use embcache::checkpoint::{CheckpointDirectory, RecisReader};
 use embcache::{Error, Kind};
+use embcache_tests::recis::{ROOT, memory, never, save};
 use serde_json::{Value, json};
 
 use crate::amounts::{LARGE, limit, numbers};
-use crate::made_blocks::{ROOT, memory, never, save};
 use crate::memory::largest_of;
 use crate::mutate::{Files, engine_of, files};
 

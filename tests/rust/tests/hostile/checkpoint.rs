@@ -7,13 +7,13 @@ use embcache::checkpoint::{CheckpointChain, LatestCheckpoint};
 use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
 use embcache::io::IoEngine;
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, Table, memory, on, save, save_delta};
 use embcache_tests::directory_in;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::made::{ROOT, Table, memory, on, save, save_delta};
 use crate::mutate::{Files, apply, engine_of, files, steps};
 use crate::{check_error, fuzz};
 

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use embcache::Kind;
 use embcache::checkpoint::{CheckpointChain, LatestCheckpoint};
 use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, TableConfig};
+use embcache_tests::checkpoint::ROOT;
 use embcache_tests::{Rig, config, directory_in};
 use serde_json::{Value, json};
 
 use crate::amounts::limit;
 use crate::checkpoint::{is_data, reseal, seed, value};
-use crate::made::ROOT;
 use crate::memory::largest_of;
 use crate::mutate::{Files, engine_of};
 

@@ -10,12 +10,12 @@ use embcache::config::OptimizerKind::{Adam, Sgd};
 use embcache::io::IoEngine;
 use embcache::rows::WeightPrecision;
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, Table, memory, save};
 use embcache_tests::directory_in;
 use serde_json::{Value, json};
 
 use crate::amounts::limit;
 use crate::checkpoint::{is_data, reseal, value};
-use crate::made::{ROOT, Table, memory, save};
 use crate::memory::largest_of;
 use crate::mutate::{Files, engine_of, files};
 

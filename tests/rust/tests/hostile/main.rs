@@ -11,19 +11,11 @@ mod blocks;
 mod checkpoint;
 mod clocks;
 mod for_serving;
-#[path = "../checkpoint/made.rs"]
-#[allow(dead_code)]
-mod made;
-#[path = "../checkpoint/made_blocks.rs"]
-#[allow(dead_code)]
-mod made_blocks;
 mod memory;
 mod missing_reads;
 mod mutate;
 mod named;
 mod segments;
-#[path = "../checkpoint/served.rs"]
-mod served;
 mod serving;
 mod serving_lies;
 mod ssd;

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use embcache::Kind;
 use embcache::checkpoint::{CheckpointChain, LatestCheckpoint};
 use embcache::config::MissingRead;
+use embcache_tests::checkpoint::ROOT;
 use embcache_tests::directory_in;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{is_data, reseal, seed, value};
-use crate::made::ROOT;
 use crate::mutate::{Files, engine_of};
 
 fn manifests() -> Vec<PathBuf> {

@@ -11,6 +11,7 @@ use embcache::io::IoEngine;
 use embcache::rows::RowHeader;
 use embcache::ssd::StateCounters;
 use embcache::types::Id;
+use embcache_tests::checkpoint::{ROOT, memory};
 use embcache_tests::{Contents, Rig, config, directory_in};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
@@ -18,7 +19,6 @@ use serde_json::Value;
 
 use crate::amounts::{LARGE, is_rank, limit, numbers};
 use crate::checkpoint::{json, reseal, value};
-use crate::made::{ROOT, memory};
 use crate::memory::largest_of;
 use crate::mutate::{Files, apply, engine_of, files, steps};
 use crate::ssd::{le, reseal_segment};

@@ -13,16 +13,16 @@ use embcache::rows::RowHeader;
 use embcache::serve::{PollOutcome, ServeOptions, ServedTable, TableServer};
 use embcache::types::Id;
 use embcache::{Error, Kind};
+use embcache_tests::checkpoint::{ROOT, Table, memory, on, save, save_delta};
 use embcache_tests::directory_in;
+use embcache_tests::serve::check;
 use proptest::prelude::*;
 use serde_json::Value;
 
 use crate::amounts::{is_rank, limit, numbers};
 use crate::checkpoint::{before, is_data, json, reseal, tables, tensor, value};
-use crate::made::{ROOT, Table, memory, on, save, save_delta};
 use crate::memory::largest_of;
 use crate::mutate::{Files, apply, engine_of, files, steps};
-use crate::served::check;
 use crate::{check_error, fuzz};
 
 /// The rows of each table that a server serves, as bits.

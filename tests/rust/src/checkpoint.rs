@@ -1,4 +1,5 @@
-//! Tables, saves and loads for the tests.
+//! Tables of a checkpoint, and their saves and loads.
+#![allow(clippy::missing_panics_doc)] // a helper of tests panics when a check fails
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,38 +7,42 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::checkpoint::{
-    CheckpointChain, CheckpointDirectory, CheckpointId, CheckpointSave, DeltaChanges, LatestCheckpoint, OptimizerSpec,
-    PublishedCheckpoint, RankDigest, RankWriter, RowSink, SaveOptions, TableSpec,
+    ChainCompaction, CheckpointChain, CheckpointDirectory, CheckpointId, CheckpointSave, DeltaChanges,
+    LatestCheckpoint, OptimizerSpec, PublishedCheckpoint, RankDigest, RankWriter, RowSink, SaveOptions, TableSpec,
 };
 use embcache::config::{MissingRead, OptimizerKind};
 use embcache::io::{FaultEngine, IoEngine, IoFault, MemoryEngine};
 use embcache::rows::{InitializerSpec, RowHeader};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Result};
-use embcache_tests::directory_in;
+
+use crate::directory_in;
 
 /// The directory to which the tests save.
-pub(crate) const ROOT: &str = "/checkpoints/sparse";
+pub const ROOT: &str = "/checkpoints/sparse";
 
 /// The identity of the latest checkpoint in [`ROOT`]. It differs between saves of the same rows, because manifests have
 /// the time.
-pub(crate) fn newest_identity(engine: &Arc<dyn IoEngine>) -> Result<CheckpointId> {
+pub fn newest_identity(engine: &Arc<dyn IoEngine>) -> Result<CheckpointId> {
     let directory = directory_in(engine, ROOT);
     Ok(CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)?.identity())
 }
 
 /// Rows by id: header and vector part.
-pub(crate) type Rows = BTreeMap<Id, (RowHeader, Vec<f32>)>;
+pub type Rows = BTreeMap<Id, (RowHeader, Vec<f32>)>;
 
+/// A table of a checkpoint, with all its rows.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Table {
-    pub(crate) spec: TableSpec,
-    pub(crate) rows: Rows,
+pub struct Table {
+    /// Its entry in the manifest.
+    pub spec: TableSpec,
+    /// Its rows by id.
+    pub rows: Rows,
 }
 
 impl Table {
     /// A table of rows whose values are determined by the id and `salt`.
-    pub(crate) fn new(module: &str, table: &str, optimizer: OptimizerKind, dim: usize, ids: &[Id], salt: u64) -> Self {
+    pub fn new(module: &str, table: &str, optimizer: OptimizerKind, dim: usize, ids: &[Id], salt: u64) -> Self {
         let layout = optimizer.layout(dim);
         let row = |id: Id| {
             let draw = |n: u64| hash_id((hash_id(id) ^ salt.wrapping_mul(0x9e37) ^ n) as i64);
@@ -73,17 +78,19 @@ impl Table {
         Self { spec, rows: ids.iter().map(|&id| row(id)).collect() }
     }
 
-    pub(crate) fn buckets_of(&self, rank: u32, world: u32) -> Range<u32> {
+    /// The buckets of a rank.
+    pub fn buckets_of(&self, rank: u32, world: u32) -> Range<u32> {
         split(self.spec.total_num_buckets, rank, world)
     }
 
     /// The rows of `buckets`.
-    pub(crate) fn part(&self, buckets: &Range<u32>) -> Rows {
+    pub fn part(&self, buckets: &Range<u32>) -> Rows {
         let owned = |id: Id| buckets.contains(&self.spec.bucketing().of(id));
         self.rows.iter().filter(|(id, _)| owned(**id)).map(|(id, row)| (*id, row.clone())).collect()
     }
 
-    pub(crate) fn source(
+    /// A source of the rows of `buckets`, in chunks of `chunk_rows` rows.
+    pub fn source(
         &self,
         buckets: &Range<u32>,
         chunk_rows: usize,
@@ -105,7 +112,7 @@ impl Table {
 /// Stops `work` at each operation that changes the disk, each time on a disk from `disk`. `check` receives each
 /// possible state of the disk after the stop (after a power cut, after a kill, and `torn` times with a random part of
 /// the unsynced writes), the result of `work`, and the number of changes before the stop. Returns the number of stops.
-pub(crate) fn stop_at_each_change(
+pub fn stop_at_each_change(
     disk: impl Fn() -> MemoryEngine,
     torn: u64,
     work: impl Fn(FaultEngine) -> Result<()>,
@@ -130,14 +137,14 @@ pub(crate) fn stop_at_each_change(
 }
 
 /// The buckets of a rank, as split by `TorchRec`. The first ranks have one bucket more.
-pub(crate) fn split(total: u32, rank: u32, world: u32) -> Range<u32> {
+pub fn split(total: u32, rank: u32, world: u32) -> Range<u32> {
     let (each, more) = (total / world, total % world);
     let begin = rank * each + rank.min(more);
     begin..begin + each + u32::from(rank < more)
 }
 
 /// Saves tables that are split over `world` ranks, in groups of at most `group_bytes` bytes.
-pub(crate) fn save(
+pub fn save(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
     tables: &[Table],
@@ -149,7 +156,7 @@ pub(crate) fn save(
 }
 
 /// Like `save`, with options.
-pub(crate) fn save_with(
+pub fn save_with(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
     tables: &[Table],
@@ -161,7 +168,7 @@ pub(crate) fn save_with(
 }
 
 /// Like `save_with`, in a directory.
-pub(crate) fn save_to(
+pub fn save_to(
     directory: &CheckpointDirectory,
     tables: &[Table],
     ranks: (u32, usize),
@@ -173,7 +180,7 @@ pub(crate) fn save_to(
 }
 
 /// A save whose ranks have written everything, ready to be published with their digests.
-pub(crate) fn write(
+pub fn write(
     directory: &CheckpointDirectory,
     tables: &[Table],
     (world, group_bytes): (u32, usize),
@@ -196,7 +203,7 @@ pub(crate) fn write(
 }
 
 /// Saves the changes from `before` to `now`, split over `world` ranks, on `parent`.
-pub(crate) fn save_delta(
+pub fn save_delta(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
     pair: (&[Table], &[Table]),
@@ -209,7 +216,7 @@ pub(crate) fn save_delta(
 }
 
 /// A delta whose ranks have written everything, ready to be published with their digests.
-pub(crate) fn write_delta(
+pub fn write_delta(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
     (before, now): (&[Table], &[Table]),
@@ -241,22 +248,22 @@ pub(crate) fn write_delta(
 }
 
 /// The options of a save that is based on `parent`.
-pub(crate) fn on(parent: &CheckpointId) -> SaveOptions {
+pub fn on(parent: &CheckpointId) -> SaveOptions {
     SaveOptions { parent: Some(parent.clone()), ..SaveOptions::default() }
 }
 
 /// Loads the checkpoint that `LATEST` names as `world` ranks. Each must get exactly its own buckets.
-pub(crate) fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Result<Vec<Table>> {
+pub fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Result<Vec<Table>> {
     load_from(&directory_in(engine, root), world)
 }
 
 /// Like `load`, in a directory.
-pub(crate) fn load_from(directory: &CheckpointDirectory, world: u32) -> Result<Vec<Table>> {
+pub fn load_from(directory: &CheckpointDirectory, world: u32) -> Result<Vec<Table>> {
     load_link(directory, world, LatestCheckpoint::read(directory)?, None)
 }
 
-/// Like `load`, with any checkpoint, and at most `held` ids of deltas in memory.
-pub(crate) fn load_chain(
+/// Like `load`, with any checkpoint, and at most `ids_at_once` ids of deltas in memory.
+pub fn load_chain(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
     world: u32,
@@ -307,16 +314,64 @@ fn load_link(
     Ok(tables)
 }
 
-pub(crate) fn kind<T>(result: Result<T>) -> embcache::Kind {
+/// The kind of the error.
+pub fn kind<T>(result: Result<T>) -> embcache::Kind {
     result.err().as_ref().map(Error::kind).expect("refused")
 }
 
 /// A directory tree in RAM that contains [`ROOT`].
-pub(crate) fn memory() -> embcache::io::MemoryEngine {
-    let engine = embcache::io::MemoryEngine::default();
+pub fn memory() -> MemoryEngine {
+    let engine = MemoryEngine::default();
     engine.create_dir_all(Path::new(ROOT)).expect("made");
     for dir in Path::new(ROOT).ancestors() {
         engine.sync_dir(dir).expect("synced");
     }
     engine
+}
+
+/// Versions of tables. Between versions, rows change, are inserted, are removed and are inserted again.
+pub fn versions(count: u64) -> Vec<Vec<Table>> {
+    let at = |salt: u64| {
+        let table = |name: &str, optimizer, dim| {
+            let mut now = Table::new("m", name, optimizer, dim, &(0..60).collect::<Vec<Id>>(), 0);
+            for version in 1..=salt {
+                // One in eight ids changes. One in nine is removed, and is inserted again two versions later.
+                let ids: Vec<Id> = (0..90 + version as Id).filter(|id| (*id + version as Id) % 8 == 0).collect();
+                now.rows.extend(Table::new("m", name, optimizer, dim, &ids, version).rows);
+                now.rows.retain(|id, _| (*id + version as Id) % 9 != 0);
+                let back: Vec<Id> = (0..60).filter(|id| (*id + version as Id) % 9 == 2).collect();
+                now.rows.extend(Table::new("m", name, optimizer, dim, &back, 100 + version).rows);
+            }
+            now.spec.step = salt;
+            now
+        };
+        vec![table("a", OptimizerKind::RowWiseAdagrad, 3), table("b", OptimizerKind::Adam, 2)]
+    };
+    (0..count).map(at).collect()
+}
+
+/// Saves the versions as a full checkpoint and deltas. `worlds` are the numbers of ranks that save each.
+pub fn save_chain(engine: &Arc<dyn IoEngine>, versions: &[Vec<Table>], worlds: &[u32]) -> Vec<PublishedCheckpoint> {
+    let mut saved = vec![save(engine, Path::new(ROOT), &versions[0], worlds[0], 400, 7).expect("saved")];
+    for (n, pair) in versions.windows(2).enumerate() {
+        let world = worlds[(n + 1) % worlds.len()];
+        let options = on(&saved[n].identity);
+        let made = save_delta(engine, Path::new(ROOT), (&pair[0], &pair[1]), (world, 400), n as u64, options);
+        saved.push(made.expect("a delta"));
+    }
+    saved
+}
+
+/// Merges the checkpoint that `LATEST` names with its base checkpoints, by `world` ranks.
+pub fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> Result<PublishedCheckpoint> {
+    let directory = directory_in(engine, ROOT);
+    let latest = LatestCheckpoint::read(&directory)?;
+    let merged = ChainCompaction::open(&directory, latest)?.expect("a chain");
+    let options = SaveOptions { merged: Some(merged.chain().identity()), ..SaveOptions::default() };
+    let save = CheckpointSave::begin_with(&directory, random, options)?;
+    let digests = (0..world)
+        .map(|rank| merged.write(save.name(), (rank, world), &mut |_| Ok(())))
+        .collect::<Result<Vec<RankDigest>>>()?;
+    merged.chain().release();
+    save.publish(&digests, merged.chain().manifest().next_epoch)
 }

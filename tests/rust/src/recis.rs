@@ -1,4 +1,5 @@
-//! RecIS-format saves and loads for the tests.
+//! RecIS-format saves and loads.
+#![allow(clippy::missing_panics_doc)] // a helper of tests panics when a check fails
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,15 +13,19 @@ use embcache::io::{IoEngine, MemoryEngine};
 use embcache::types::{BucketMapper, Id};
 use embcache::{Error, Kind, Result};
 
-pub(crate) const ROOT: &str = "/blocks";
-pub(crate) const BUCKETS: u32 = 7;
+/// The directory of the saves.
+pub const ROOT: &str = "/blocks";
+/// The number of buckets of the table.
+pub const BUCKETS: u32 = 7;
 const RUN_ROWS: usize = 10;
 
 /// The result of a load: weights by id, and a dense tensor.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Found {
-    pub(crate) rows: BTreeMap<Id, f32>,
-    pub(crate) dense: Vec<u8>,
+pub struct Found {
+    /// The weight of each id.
+    pub rows: BTreeMap<Id, f32>,
+    /// The bytes of the dense tensor.
+    pub dense: Vec<u8>,
 }
 
 fn bucketing() -> BucketMapper {
@@ -28,16 +33,18 @@ fn bucketing() -> BucketMapper {
 }
 
 /// Rows and a tensor that are determined by `salt`.
-pub(crate) fn contents(salt: u32) -> Found {
+pub fn contents(salt: u32) -> Found {
     let rows = (0..40 + i64::from(salt)).map(|id| (id * 7919 - 100, (id as f32) + salt as f32)).collect();
     Found { rows, dense: (0..70_000_u32).map(|n| (n * salt + n / 251) as u8).collect() }
 }
 
-pub(crate) fn never() -> Result<()> {
+/// Fails a wait for the lock of the directory, which no other process has.
+pub fn never() -> Result<()> {
     Err(Error::new(Kind::State, "nobody else holds the directory"))
 }
 
-pub(crate) fn directory(engine: impl IoEngine + 'static) -> CheckpointDirectory {
+/// The directory [`ROOT`] of an engine.
+pub fn directory(engine: impl IoEngine + 'static) -> CheckpointDirectory {
     CheckpointDirectory::with_engine(Arc::new(engine), Path::new(ROOT))
 }
 
@@ -75,7 +82,7 @@ fn share(shard: RecisShard, step: u64, runs: Vec<u64>) -> RecisTableShare {
 }
 
 /// Writes one shard's part of the contents; an error is returned after the part was cancelled, as in Python's sessions.
-pub(crate) fn write(save: &RecisSave, shard: RecisShard, step: u64, what: &Found) -> Result<RecisShardOutcome> {
+pub fn write(save: &RecisSave, shard: RecisShard, step: u64, what: &Found) -> Result<RecisShardOutcome> {
     let [begin, end] = buckets_of(shard);
     let bucket = |id: Id| bucketing().of(id);
     let mine: Vec<(Id, f32)> = what
@@ -114,12 +121,13 @@ pub(crate) fn write(save: &RecisSave, shard: RecisShard, step: u64, what: &Found
     writer.finish(save, vec![RecisWrittenTable { share: share(shard, step, runs), starts }], &mut never)
 }
 
-pub(crate) fn steps(step: u64) -> Vec<(String, u64)> {
+/// The step of the table, for a save.
+pub fn steps(step: u64) -> Vec<(String, u64)> {
     vec![("item".into(), step)]
 }
 
 /// Saves the contents in `count` shards, one after the other.
-pub(crate) fn save(engine: impl IoEngine + 'static, count: u32, salt: u32) -> Result<()> {
+pub fn save(engine: impl IoEngine + 'static, count: u32, salt: u32) -> Result<()> {
     let directory = directory(engine);
     for index in 0..count {
         let shard = RecisShard { index, count };
@@ -138,7 +146,7 @@ pub(crate) fn save(engine: impl IoEngine + 'static, count: u32, salt: u32) -> Re
 }
 
 /// The rows of `buckets`, and the tensor.
-pub(crate) fn load_some(engine: impl IoEngine + 'static, buckets: std::ops::Range<u32>) -> Result<Found> {
+pub fn load_some(engine: impl IoEngine + 'static, buckets: std::ops::Range<u32>) -> Result<Found> {
     let reader = RecisReader::open(&directory(engine), &mut never)?;
     let mut found = Found::default();
     for run in reader.runs("item", bucketing(), &buckets)? {
@@ -159,18 +167,21 @@ pub(crate) fn load_some(engine: impl IoEngine + 'static, buckets: std::ops::Rang
     Ok(found)
 }
 
-pub(crate) fn load(engine: impl IoEngine + 'static) -> Result<Found> {
+/// All rows, and the tensor.
+pub fn load(engine: impl IoEngine + 'static) -> Result<Found> {
     load_some(engine, 0..BUCKETS)
 }
 
-pub(crate) fn memory() -> MemoryEngine {
+/// A directory tree in RAM that contains [`ROOT`].
+pub fn memory() -> MemoryEngine {
     let engine = MemoryEngine::default();
     engine.create_dir_all(Path::new(ROOT)).expect("made");
     engine.sync_dir(Path::new("/")).expect("synced");
     engine
 }
 
-pub(crate) fn with_first() -> MemoryEngine {
+/// Like [`memory`], with a save of two shards.
+pub fn with_first() -> MemoryEngine {
     let memory = memory();
     save(memory.clone(), 2, 1).expect("saved");
     memory
