@@ -10,9 +10,9 @@ use embcache_tests::checkpoint::ROOT;
 use embcache_tests::{Rig, config, directory_in};
 use serde_json::{Value, json};
 
-use crate::amounts::limit;
+use crate::allocations::limit;
+use crate::allocator::largest_of;
 use crate::checkpoint::{is_data, reseal, seed, value};
-use crate::memory::largest_of;
 use crate::mutate::{Files, engine_of};
 
 /// Step 0 by second 1, and step 1, which is the last of table `a`, by second 2.5.

@@ -6,18 +6,18 @@
 //! many seconds instead of a fixed number of cases.
 #![allow(clippy::unwrap_used)]
 
-mod amounts;
-mod blocks;
+mod allocations;
+mod allocator;
 mod checkpoint;
 mod clocks;
-mod for_serving;
-mod memory;
+mod conversion;
+mod false_deltas;
+mod findings;
 mod missing_reads;
 mod mutate;
-mod named;
+mod recis;
 mod segments;
 mod serving;
-mod serving_lies;
 mod ssd;
 
 use std::time::{Duration, Instant};
@@ -40,7 +40,7 @@ fn fuzz<S: Strategy>(strategy: &S, test: impl Fn(S::Value) -> TestCaseResult) {
         let config = Config { cases: CASES, max_shrink_iters: 2000, failure_persistence: None, ..Config::default() };
         let tested = TestRunner::new(config).run(strategy, |value| {
             test(value)?;
-            let largest = memory::largest();
+            let largest = allocator::largest();
             if largest > LARGEST_ALLOCATION {
                 return Err(TestCaseError::fail(format!("{largest} bytes were allocated at once")));
             }

@@ -17,9 +17,9 @@ use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use serde_json::Value;
 
-use crate::amounts::{LARGE, is_rank, limit, numbers};
+use crate::allocations::{LARGE, is_rank, limit, numbers};
+use crate::allocator::largest_of;
 use crate::checkpoint::{json, reseal, value};
-use crate::memory::largest_of;
 use crate::mutate::{Files, apply, engine_of, files, steps};
 use crate::ssd::{le, reseal_segment};
 use crate::{check_error, fuzz};

@@ -19,9 +19,9 @@ use embcache_tests::serve::check;
 use proptest::prelude::*;
 use serde_json::Value;
 
-use crate::amounts::{is_rank, limit, numbers};
+use crate::allocations::{is_rank, limit, numbers};
+use crate::allocator::largest_of;
 use crate::checkpoint::{before, is_data, json, reseal, tables, tensor, value};
-use crate::memory::largest_of;
 use crate::mutate::{Files, apply, engine_of, files, steps};
 use crate::{check_error, fuzz};
 

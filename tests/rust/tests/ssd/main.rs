@@ -1,14 +1,15 @@
 //! Tests of the SSD tier by its public interface.
 #![allow(clippy::unwrap_used)]
 
-mod counts;
-mod damage;
-mod heads;
-mod held;
+mod capacity;
+mod corruption;
+mod crash;
+mod directory_lock;
+mod file_reuse;
 mod kill;
-mod modified;
+mod modified_rows;
 mod panic;
+mod record_counts;
+mod record_heads;
 mod reopen;
 mod resume_errors;
-mod reuse;
-mod room;

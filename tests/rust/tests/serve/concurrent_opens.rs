@@ -13,7 +13,7 @@ use embcache_tests::checkpoint::{Table, on, save, save_delta};
 use embcache_tests::directory_in;
 use embcache_tests::serve::check;
 
-use crate::serving_faults::wait_for;
+use crate::faults::wait_for;
 
 const THREADS: usize = 6;
 const PROCESSES: usize = 4;
@@ -136,7 +136,7 @@ fn one_of_many_processes_makes_the_index() {
     };
     let start = |_| {
         let mut child = Command::new(std::env::current_exe().expect("this program"));
-        let name = "serving_openers::one_of_many_processes_makes_the_index";
+        let name = "concurrent_opens::one_of_many_processes_makes_the_index";
         child.args(["--exact", name, "--nocapture"]).env(OPENED, &root).spawn().expect("started")
     };
     let mut children: Vec<Child> = (0..PROCESSES).map(start).collect();

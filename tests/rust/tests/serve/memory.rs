@@ -53,7 +53,7 @@ fn memory_stays_the_same_over_a_thousand_deltas() {
     }
     // Other tests may share this process, and its memory is measured.
     let mut child = std::process::Command::new(std::env::current_exe().expect("this program"));
-    let name = "serving_memory::memory_stays_the_same_over_a_thousand_deltas";
+    let name = "memory::memory_stays_the_same_over_a_thousand_deltas";
     let status = child.args(["--exact", name, "--nocapture"]).env(ALONE, "1").status().expect("started");
     assert!(status.success(), "see above");
 }

@@ -18,10 +18,6 @@ use embcache::{Error, Kind};
 use embcache_tests::ssd::{self, Versions};
 use embcache_tests::{Contents, Rig, config, watched};
 
-/// The allocator of the extension. Without a reserve, which only some cases use, it is the system allocator.
-#[global_allocator]
-static ALLOCATOR: ReservingAllocator = ReservingAllocator;
-
 const CASE: &str = "EMBCACHE_TEST_REFUSED_MEMORY_CASE";
 const MIB: u64 = 1 << 20;
 const BAG: usize = 8;
@@ -241,7 +237,7 @@ fn child() {
 
 fn run(case: &str) {
     let done = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture"])
+        .args(["--exact", "out_of_memory::child", "--nocapture"])
         .env(CASE, case)
         .output()
         .unwrap();

@@ -16,7 +16,7 @@ use embcache::types::Id;
 use embcache_tests::checkpoint::{ROOT, Table, memory, on, save_with};
 use embcache_tests::directory_in;
 
-use crate::serving_faults::wait_for;
+use crate::faults::wait_for;
 
 const READERS: usize = 2;
 /// A full checkpoint is saved after this number of versions. It starts a new chain.

@@ -12,7 +12,7 @@ use embcache::types::Id;
 use embcache_tests::checkpoint::{ROOT, memory};
 use embcache_tests::{Rig, directory_in};
 
-use crate::beside::{loaded, next_epoch, rigs, rows_of, save_beside, save_blocking, train_all};
+use crate::async_saves::{loaded, next_epoch, rigs, rows_of, save_beside, save_blocking, train_all};
 
 /// Changes rows, removes some, and inserts some again.
 fn change(rigs: &[Rig], salt: Id) {

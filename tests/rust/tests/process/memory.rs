@@ -169,7 +169,7 @@ fn child() {
 
 fn run(case: &str, engine: &str) {
     let done = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture"])
+        .args(["--exact", "memory::child", "--nocapture"])
         .env(CASE, case)
         .env("EMBCACHE_IO", engine)
         .output()

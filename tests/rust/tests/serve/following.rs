@@ -21,9 +21,9 @@ use embcache_tests::linked::{save as save_rig, table_config, train};
 use embcache_tests::serve::{check, check_rows, opened};
 use embcache_tests::{Rig, directory_in};
 
-use crate::for_serving::{SERVED, newest, serve};
-use crate::serving::{changed, files, saved_on_disk};
-use crate::serving_faults::wait_for;
+use crate::conversion::{SERVED, newest, serve};
+use crate::faults::wait_for;
+use crate::server::{changed, files, saved_on_disk};
 
 // ---- linked checkpoints
 

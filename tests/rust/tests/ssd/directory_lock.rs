@@ -12,7 +12,7 @@ use embcache_tests::ssd::{Versions, append, check, config, open};
 
 const CAP: u64 = 512 << 10;
 const DIR: &str = "EMBCACHE_TEST_HELD_TIER";
-const CHILD: &str = "held::child_that_tries_to_open_what_another_process_holds";
+const CHILD: &str = "directory_lock::child_that_tries_to_open_what_another_process_holds";
 
 /// The ways to open a directory that has a state.
 fn ways() -> [ReopenMode; 3] {

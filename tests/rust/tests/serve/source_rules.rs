@@ -14,11 +14,11 @@ use embcache::types::Id;
 use embcache_tests::checkpoint::{ROOT, Table, memory, save};
 use embcache_tests::directory_in;
 
-use crate::for_serving::{newest, serve};
-use crate::serving::save_sweep;
-use crate::serving_faults::wait_for;
-use crate::serving_source::open;
-use crate::serving_source_faults::convert;
+use crate::conversion::{newest, serve};
+use crate::faults::wait_for;
+use crate::server::save_sweep;
+use crate::source::open;
+use crate::source_faults::convert;
 
 fn root() -> &'static Path {
     Path::new(ROOT)

@@ -31,7 +31,7 @@ fn other_process() {
 fn a_directory_held_by_another_process_is_in_use_by_its_pid_until_it_is_killed() {
     let dir = tempfile::tempdir().unwrap();
     let mut other = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "other_process", "--nocapture"])
+        .args(["--exact", "io::other_process", "--nocapture"])
         .env(HELD_DIR, dir.path())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())

@@ -14,8 +14,8 @@ use embcache::{Error, Kind};
 use embcache_tests::checkpoint::{ROOT, Table, kind, memory, on, save, save_delta, save_with};
 use embcache_tests::directory_in;
 
-use crate::for_serving::{SERVED, expected, ids, newest, serve, tables};
-use crate::serving::save_sweep;
+use crate::conversion::{SERVED, expected, ids, newest, serve, tables};
+use crate::server::save_sweep;
 
 fn root() -> &'static Path {
     Path::new(ROOT)
@@ -257,7 +257,7 @@ fn many_changes_of_a_trainer_are_merged_without_a_file_beside_them() {
     let (trainers, own) = (files(&engine, root()), files(&engine, Path::new(SERVED)));
     serving.poll().expect("a look");
     check(&serving, &table(2.0), &[], WeightPrecision::Fp16);
-    super::serving_faults::wait_for(|| serving.stats().overlay_ids == 0, "the delta is merged");
+    crate::faults::wait_for(|| serving.stats().overlay_ids == 0, "the delta is merged");
     check(&serving, &table(2.0), &[], WeightPrecision::Fp16);
     assert_eq!(serving.stats().shared_index_bytes, 0, "the index is in this process's memory");
     assert_eq!((files(&engine, root()), files(&engine, Path::new(SERVED))), (trainers, own));

@@ -15,10 +15,10 @@ use embcache::types::Id;
 use embcache_tests::checkpoint::{ROOT, Table, kind, memory, on, save, save_delta, save_with};
 use embcache_tests::directory_in;
 
-use crate::for_serving::{SERVED, ids, newest, serve, tables};
-use crate::serving_faults::wait_for;
-use crate::serving_memory::held;
-use crate::serving_source::{changed, check, files, open};
+use crate::conversion::{SERVED, ids, newest, serve, tables};
+use crate::faults::wait_for;
+use crate::memory::held;
+use crate::source::{changed, check, files, open};
 
 const EIO: i32 = 5;
 const EMFILE: i32 = 24;
@@ -477,7 +477,7 @@ fn three_hundred_deltas_are_followed_and_opened_at_once() {
     }
     // Other tests may share this process, and its memory is measured. It may have fewer files open than there are
     // deltas.
-    let name = "serving_source_faults::three_hundred_deltas_are_followed_and_opened_at_once";
+    let name = "source_faults::three_hundred_deltas_are_followed_and_opened_at_once";
     let mut child = std::process::Command::new("sh");
     child.args(["-c", r#"ulimit -n 128 && exec "$0" --exact "$1" --nocapture"#]);
     child.arg(std::env::current_exe().expect("this program")).arg(name);

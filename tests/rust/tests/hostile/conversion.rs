@@ -14,9 +14,9 @@ use embcache_tests::checkpoint::{ROOT, Table, memory, save};
 use embcache_tests::directory_in;
 use serde_json::{Value, json};
 
-use crate::amounts::limit;
+use crate::allocations::limit;
+use crate::allocator::largest_of;
 use crate::checkpoint::{is_data, reseal, value};
-use crate::memory::largest_of;
 use crate::mutate::{Files, engine_of, files};
 
 const SERVED: &str = "/checkpoints/served";

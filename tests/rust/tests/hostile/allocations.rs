@@ -7,8 +7,8 @@ use embcache_tests::checkpoint::ROOT;
 use embcache_tests::directory_in;
 use serde_json::Value;
 
+use crate::allocator::largest_of;
 use crate::checkpoint::{is_data, reseal, seed, set_header, value};
-use crate::memory::largest_of;
 use crate::mutate::{Files, engine_of};
 
 pub(crate) const LARGE: [u64; 8] =

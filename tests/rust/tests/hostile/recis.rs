@@ -8,8 +8,8 @@ use embcache::{Error, Kind};
 use embcache_tests::recis::{ROOT, memory, never, save};
 use serde_json::{Value, json};
 
-use crate::amounts::{LARGE, limit, numbers};
-use crate::memory::largest_of;
+use crate::allocations::{LARGE, limit, numbers};
+use crate::allocator::largest_of;
 use crate::mutate::{Files, engine_of, files};
 
 /// The files of a save of two shards.

@@ -1,5 +1,5 @@
 //! Rows that are evicted because a table is full, and the effect of errors on the delivery of evicted rows.
-//! `eviction.rs` tests the rows that expire by a rule.
+//! `eviction` tests the rows that expire by a rule.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
