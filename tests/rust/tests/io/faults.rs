@@ -91,7 +91,7 @@ fn after_a_stop_everything_fails_and_what_was_durable_is_left() {
     }
     let mut failed = 0;
     engine.read_batch(&[IoReadRequest { file, offset: 0, len: 1 }], &mut |_, outcome, _| {
-        failed += usize::from(outcome.is_err())
+        failed += usize::from(outcome.is_err());
     });
     assert_eq!(failed, 1);
     assert_eq!(read_file(&memory.crash(), Path::new("/d/a"), 10).unwrap(), b"x");

@@ -411,7 +411,7 @@ fn a_look_amid_a_save_that_removes_older_checkpoints_sees_a_published_one() {
             };
             match serving.poll() {
                 Ok(PollOutcome::Newer(name)) if name.seq == 2 => {
-                    check(&serving, &second, &ids(), WeightPrecision::Int8)
+                    check(&serving, &second, &ids(), WeightPrecision::Int8);
                 }
                 Ok(PollOutcome::Newer(_)) => {
                     assert!(!is_full, "it was not converted");
