@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_never_take_more_than_there_is_and_what_they_give_back_is_there() {
+    fn threads_share_budget_exactly_and_returned_bytes_are_free() {
         let budget = SharedBudget::new(10_003, 30_000, 4, 1.0);
         let taken = || (0..1000).filter(|_| budget.take(7)).count() as u64 * 7;
         let all: u64 = std::thread::scope(|scope| {

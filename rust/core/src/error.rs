@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_is_renamed_where_it_speaks_of_a_path_or_of_what_lies_below() {
+    fn error_path_is_renamed_with_paths_below_it() {
         let refused = std::io::Error::from_raw_os_error(libc::EIO);
         let (five, fifty, user) = (Path::new("/fd/5"), Path::new("/fd/57"), Path::new("/user"));
         let about = |path: &str, from: &Path| Error::io("open", Path::new(path), &refused).renamed(from, user);

@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_works_in_anothers_place_is_the_other_until_it_is_done() {
+    fn thread_running_for_another_has_its_context_until_done() {
         let mine = CallContext::current();
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_code_calls_only_from_the_thread_that_runs_it_and_until_it_returns() {
+    fn foreign_code_calls_only_from_its_thread_until_it_returns() {
         let foreign = ForeignCode::default();
         assert!(!foreign.is_calling());
         let running = foreign.begin();

@@ -190,7 +190,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_thread_that_gives_way_hands_that_on_to_the_threads_that_it_starts() {
+    fn background_thread_passes_low_priority_to_its_threads() {
         let nice = || rustix::process::getpriority_process(None).unwrap();
         let before = nice();
         let started = move |behind: BackgroundFlag| {

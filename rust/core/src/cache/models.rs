@@ -75,7 +75,7 @@ fn at_rest(table: &Table) {
 
 /// A row whose read is in progress is planned again, and the first plan is dropped before, during or after the read.
 #[test]
-fn loom_a_row_that_is_being_read_for_a_plan_that_is_dropped_is_there_for_the_other() {
+fn loom_row_read_for_dropped_plan_reaches_other_plan() {
     model(|| {
         let (table, lookup, engine) = table();
         let dropped = plan(&lookup, &[1, 11]);
@@ -102,7 +102,7 @@ fn loom_a_row_that_is_being_read_for_a_plan_that_is_dropped_is_there_for_the_oth
 
 /// An export returns the weights and metadata of a row both from before a training step or both from after it.
 #[test]
-fn loom_an_export_beside_a_training_step_gives_rows_that_are_whole_or_an_error() {
+fn loom_export_during_training_has_intact_rows_or_fails() {
     model(|| {
         let (table, lookup, _engine) = table();
         let plan = plan(&lookup, &[11]);
@@ -131,7 +131,7 @@ fn loom_an_export_beside_a_training_step_gives_rows_that_are_whole_or_an_error()
 /// A snapshot has the original value of each row, in any order of the training step, the copy of the row, and its
 /// demotion to SSD.
 #[test]
-fn loom_a_moment_beside_training_steps_and_evictions_gives_the_rows_of_its_moment() {
+fn loom_snapshot_has_its_rows_despite_training_and_eviction() {
     model(|| {
         let (table, lookup, engine) = table();
         let first = plan(&lookup, &[11]);

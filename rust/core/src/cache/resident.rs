@@ -55,8 +55,9 @@ fn held_bytes(table: &Table) -> u64 {
     arena + table.stats().unwrap().ssd.unwrap().index_bytes
 }
 
+/// Rows in RAM and the index of the SSD tier stay within the budget while the table grows to many times the budget.
 #[test]
-fn rows_in_ram_and_the_index_on_ssd_stay_within_the_budget_as_the_table_grows_to_many_times_it() {
+fn ram_rows_and_ssd_index_stay_within_budget_as_table_grows() {
     for (dim, block) in [(64, 10_000), (1, 60_000)] {
         let table = table(dim);
         for first in (0..12).map(|at| at * block) {
@@ -70,7 +71,7 @@ fn rows_in_ram_and_the_index_on_ssd_stay_within_the_budget_as_the_table_grows_to
 }
 
 #[test]
-fn a_working_set_past_the_budget_gives_its_overflow_back_with_its_last_pin() {
+fn overflow_of_working_set_is_freed_with_its_last_pin() {
     let table = table(64);
     let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).unwrap();
     let ids: Vec<Id> = (0..100_000).collect();
@@ -86,7 +87,7 @@ fn a_working_set_past_the_budget_gives_its_overflow_back_with_its_last_pin() {
 }
 
 #[test]
-fn a_table_of_few_rows_that_shares_a_large_budget_takes_the_memory_of_these() {
+fn small_table_in_large_shared_budget_takes_little_memory() {
     let budget = Arc::new(SharedBudget::new(1 << 36, 1 << 37, 2, 1.0));
     let shared_budget = Some(Arc::clone(&budget));
     let config = TableConfig { host_bytes: 1 << 20, shared_budget, ssd: None, ..config(64) };

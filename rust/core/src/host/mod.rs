@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_a_plan_has_pinned_is_idle_only_where_kernels_run_elsewhere() {
+    fn pinned_row_is_idle_only_if_kernels_run_elsewhere() {
         for kernels_elsewhere in [false, true] {
             let (mut tier, slot) = tier(kernels_elsewhere);
             assert!(tier.unpinned(slot).is_some_and(|idle| tier.row(idle.read_access()).vector == [1.0, 2.0]));
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn old_rows_and_those_that_are_not_current_are_found_in_the_overflow_too() {
+    fn old_and_outdated_rows_are_found_in_overflow_too() {
         let (mut tier, slot) = tier(false);
         for id in 1..7 {
             let taken = tier.take(true).expect("memory").expect("a slot");
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_is_the_same_wherever_it_was_moved_and_a_victim_that_is_spared_stays() {
+    fn relocated_row_is_unchanged_and_spared_victim_stays() {
         let (mut tier, slot) = tier(false);
         let victim = tier.victims(1).pop().expect("the only row");
         assert_eq!(victim.slot(), slot);

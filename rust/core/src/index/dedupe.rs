@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_left_by_earlier_batches_read_as_empty_also_after_the_base_wraps() {
+    fn numbers_of_earlier_batches_read_as_empty_after_wrap() {
         let mut deduper = IdDeduper::default();
         let mut deduped = DedupedIds::default();
         let ids: Vec<Id> = (0..200).map(|id| id % 60 - 30).collect();

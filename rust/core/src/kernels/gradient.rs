@@ -302,8 +302,9 @@ mod tests {
         assert_eq!(starts, [4, 12, 12]);
     }
 
+    /// Offsets that do not start at 0, or decrease, are invalid.
     #[test]
-    fn offsets_that_do_not_start_at_0_or_decrease_are_a_panic_and_not_unwritten_memory() {
+    fn invalid_offsets_panic_and_never_expose_unwritten_memory() {
         for offsets in [&[1, 2][..], &[0, 3, 2], &[0, -1]] {
             let features = [PooledFeature { column: 0, offsets, weights: None, mean: false }];
             assert!(std::panic::catch_unwind(|| PooledGradient::new(8, &features, 1)).is_err(), "{offsets:?}");

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pair_is_kept_of_each_second_then_of_each_minute_then_of_each_hour() {
+    fn clock_keeps_pairs_per_second_then_minute_then_hour() {
         for (count, most) in [(5000, 100), (5000, 3000), (5000, 200_000), (5000, 4_000_000)] {
             let times = times(count, most, count + most);
             let clock = clock_of(&times);
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_takes_no_step_that_is_younger_and_all_that_are_older_by_a_unit() {
+    fn threshold_selects_no_younger_step_and_all_older_by_a_unit() {
         for most in [100, 3000, 200_000] {
             let times = times(4000, most, most);
             let clock = clock_of(&times);
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn time_does_not_go_back_and_steps_of_unknown_times_count_as_of_the_next_one() {
+    fn time_is_monotonic_and_unknown_steps_get_next_time() {
         let mut clock = clock_of(&[10_000, 5_000, 12_000]);
         assert_eq!(clock.pairs, [(2, 10_000), (3, 12_000)]);
         clock.record(9, 20_000);
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn joined_clocks_say_of_each_step_the_greatest_time_that_one_of_them_says() {
+    fn joined_clock_has_greatest_time_of_each_step() {
         for most in [300, 70_000] {
             let ranks = [1, 2, 3].map(|rank| times(3000, most, rank));
             let clocks = ranks.each_ref().map(|times| clock_of(times));

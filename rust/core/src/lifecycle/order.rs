@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_ordered_by_score_then_last_step_then_the_id_as_a_number_without_sign() {
+    fn rank_orders_by_score_then_last_step_then_unsigned_id() {
         let decay = ScoreDecay::new(10).expect("in range");
         let rows =
             [row(9, 10, 1.0), row(7, 0, 4.1), row(3, 20, 2.1), row(5, 20, 2.1), row(-5, 20, 2.1), row(1, 0, 9.0)];
@@ -259,8 +259,9 @@ mod tests {
         assert!(older < newer, "one that decays and one that does not, at one step");
     }
 
+    /// The keys of a range have the same bits above their digits.
     #[test]
-    fn a_digit_has_the_bits_above_a_number_of_bits_and_so_do_all_places_of_a_span_above_their_digits() {
+    fn digit_has_bits_above_shift_for_all_keys_of_a_range() {
         let at = standing(0xaabb_ccdd, 0x1122_3344_5566_7788, 0x99aa_bbcc_ddee_ff01);
         let digits = [(0, 0xff01), (16, 0xddee), (60, 0x7889), (64, 0x7788), (112, 0x1122), (116, 0xd112)];
         for (shift, digit) in digits.into_iter().chain([(127, 0x99ba), (128, 0xccdd), (140, 0xabbc), (144, 0xaabb)]) {

@@ -27,7 +27,7 @@ fn check_for_ssd(path: &Path) -> Result<PathBuf> {
 }
 
 #[test]
-fn sensitive_words_are_found_in_plurals_in_camel_case_and_between_other_characters() {
+fn sensitive_words_match_plurals_camel_case_and_separators() {
     let (root, _) = private();
     let refused = [
         "api_key",
@@ -215,7 +215,7 @@ fn modes_are_compared_as_bits() {
 }
 
 #[test]
-fn special_bits_count_in_strict_checks_unless_the_parent_has_given_them() {
+fn strict_checks_reject_special_bits_not_from_parent() {
     let (root, dir) = private();
     for mode in [0o1750, 0o2750, 0o4750, 0o7700] {
         chmod(&dir, mode);
@@ -272,7 +272,7 @@ fn entries_are_judged_as_the_directory_is() {
 }
 
 #[test]
-fn trusted_checks_accept_every_owner_and_mode_of_the_directory_and_its_parents() {
+fn trusted_checks_accept_any_owner_and_mode() {
     let (root, dir) = private();
     std::fs::write(dir.join("file"), "").expect("written");
     std::os::unix::fs::symlink(&dir, root.path().join("link")).expect("linked");
@@ -302,7 +302,7 @@ fn trusted_checks_accept_every_owner_and_mode_of_the_directory_and_its_parents()
 }
 
 #[test]
-fn parents_are_refused_only_when_others_may_write_and_it_is_not_sticky() {
+fn world_writable_parent_is_rejected_unless_sticky() {
     let (root, dir) = private();
     let basic = |path: &Path| PathChecks::Basic.directory_to_save(path);
     for (mode, allowed) in [(0o755, true), (0o1777, true), (0o1775, true), (0o777, false), (0o702, false)] {
@@ -350,7 +350,7 @@ fn a_directory_of_another_user_is_refused() {
 }
 
 #[test]
-fn a_parent_that_a_group_may_write_to_is_refused_unless_sticky_or_the_users_own_group() {
+fn group_writable_parent_is_rejected_unless_sticky_or_own_group() {
     let (root, dir) = private();
     let basic = |path: &Path| PathChecks::Basic.directory_to_save(path);
     let (user, group) = (caller_uid(), rustix::process::getegid().as_raw());
@@ -419,7 +419,7 @@ fn basic_checks_refuse_only_what_others_can_write_to() {
 }
 
 #[test]
-fn messages_name_both_cures_and_ask_nobody_to_change_a_shared_directory() {
+fn messages_name_both_remedies_but_no_chmod_of_shared_directory() {
     let (root, dir) = private();
     chmod(&dir, 0o755);
     let text = directory_to_save(&dir).expect_err("refused").to_string();

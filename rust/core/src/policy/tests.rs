@@ -204,7 +204,7 @@ fn evict(policy: &mut dyn ReplacementPolicy, ids: &mut BTreeMap<CacheSlot, Id>) 
 
 proptest! {
     #[test]
-    fn rows_that_come_together_leave_in_the_order_of_rows_that_come_one_after_the_other(
+    fn rows_inserted_together_are_evicted_as_if_one_by_one(
         batches in prop::collection::vec((1_u32..40, 0_i64..60, any::<bool>(), 0_usize..50), 1..20),
     ) {
         for kind in KINDS {
@@ -239,7 +239,7 @@ proptest! {
 }
 
 #[test]
-fn slots_in_use_are_passed_over_without_being_asked_about_at_every_eviction() {
+fn pinned_slots_are_skipped_without_a_check_per_eviction() {
     for kind in KINDS {
         let mut policy = new_policy(kind, 20_000);
         for slot in 0..20_000 {
@@ -291,7 +291,7 @@ fn a_scan_leaves_the_hot_rows_in_s3_fifo_and_not_in_lru() {
 }
 
 #[test]
-fn s3_fifo_lets_a_row_that_comes_back_soon_into_main_and_one_that_comes_back_late_not() {
+fn s3_fifo_admits_only_early_returning_rows_to_main() {
     let mut tier = PolicyTier::new(PolicyKind::S3Fifo, 100);
     (0..150).for_each(|id| {
         tier.touch(id);

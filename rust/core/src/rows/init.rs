@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_are_born_together_have_the_bits_of_rows_that_are_born_alone() {
+    fn rows_initialized_together_have_bits_of_single_rows() {
         for initializer in [
             InitializerSpec::Constant { value: 0.5 },
             InitializerSpec::Uniform { low: -0.3, high: 0.7 },

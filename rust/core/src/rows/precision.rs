@@ -456,8 +456,10 @@ mod tests {
         }
     }
 
+    /// Values that a precision cannot represent are errors. Special values are kept by precisions that can represent
+    /// them.
     #[test]
-    fn what_a_precision_cannot_hold_is_said_and_special_values_are_kept_where_there_is_a_place_for_them() {
+    fn unrepresentable_values_are_errors_and_special_ones_are_kept() {
         use WeightPrecision::{Bf16, Fp16, Fp32, Int8};
         let stored = |precision: WeightPrecision, weights: &[f32], dim: usize| {
             let mut bytes = vec![0; weights.len() / dim * precision.row_bytes(dim)];

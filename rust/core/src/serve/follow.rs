@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_that_cannot_be_served_is_looked_at_ever_more_seldom_and_a_newer_one_at_once() {
+    fn unservable_checkpoint_backs_off_and_newer_is_polled_at_once() {
         let mut back_off = PollBackoff::default();
         assert_eq!(looks(&mut back_off, Some(newest(1, 1)), 60), [0, 2, 6, 14, 30, 46]);
         assert_eq!(looks(&mut back_off, Some(newest(2, 1)), 10), [0, 2, 6]);

@@ -143,7 +143,7 @@ fn victims_that_are_chosen_together_are_those_that_come_one_by_one() {
 }
 
 #[test]
-fn of_rows_that_come_in_together_none_is_put_from_the_first_known_one_on() {
+fn insert_all_new_stops_at_first_known_row() {
     let mut slots = filled(16, 4);
     let mut taken = Vec::new();
     slots.take_many(3, &mut taken);
@@ -223,7 +223,7 @@ fn pinned_loading_and_shadow_rows_are_never_victims() {
 }
 
 #[test]
-fn a_group_protects_its_rows_and_counts_only_when_single_pins_are_asked_for() {
+fn group_pins_protect_rows_and_count_only_on_demand() {
     let mut slots = filled(4, 4);
     let of = |slots: &SlotMap, ids: [i64; 2]| Arc::new(ids.map(|id| slots.get(id)).to_vec());
     let (first, second) = (of(&slots, [0, 1]), of(&slots, [1, 2]));

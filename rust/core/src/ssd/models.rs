@@ -90,7 +90,7 @@ fn check_counts(tier: &SsdTier) {
 /// A full buffer goes to the writers, is written and released, while its rows are read from the buffer, the block or
 /// the file.
 #[test]
-fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() {
+fn loom_row_is_found_from_buffer_to_file() {
     model(|| {
         let (tier, engine) = tier(256 << 10, SMALL);
         // One more row fills the buffer.
@@ -112,7 +112,7 @@ fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() 
 
 /// Newer versions empty a segment, so that its file is removed, while a fetch that has found it is about to read.
 #[test]
-fn loom_a_segment_that_is_let_go_of_keeps_its_file_as_long_as_a_read_needs_it() {
+fn loom_released_segment_keeps_its_file_during_reads() {
     model(|| {
         let (tier, engine) = tier(256 << 10, SMALL);
         append(&tier, &rows(0..2, 1), |_| false).unwrap();
@@ -153,7 +153,7 @@ fn compact(tier: &Arc<SsdTier>) -> JoinHandle<()> {
 
 /// Compaction moves a row while the same id is appended or removed. The newer record wins.
 #[test]
-fn loom_a_row_that_compaction_moves_is_not_older_than_what_is_written_meanwhile() {
+fn loom_compaction_never_overwrites_newer_rows() {
     model(|| {
         let (tier, engine) = with_a_victim();
         let compacting = compact(&tier);
@@ -198,7 +198,7 @@ fn loom_a_scan_beside_compaction_gives_every_row_once() {
 /// A snapshot returns each of its rows once, in its version, while compaction moves them, they are overwritten, and
 /// segments are read out of order.
 #[test]
-fn loom_a_moment_has_its_rows_while_they_are_moved_overwritten_and_read_before_their_turn() {
+fn loom_snapshot_sees_old_rows_during_move_and_overwrite() {
     model(|| {
         let (tier, _engine) = with_a_victim();
         let compacting = compact(&tier);

@@ -105,7 +105,7 @@ fn at_rest(table: &Table, expected: &[(Id, u32)]) {
 /// One plan evicts a row from the device while another one requires that row: it stays, or is demoted and promoted
 /// again.
 #[test]
-fn loom_a_row_that_leaves_the_device_for_one_plan_while_another_wants_it_is_whole() {
+fn loom_row_demoted_and_wanted_at_once_is_intact() {
     model(|| {
         let (table, lookup, device) = table();
         let other = {
@@ -141,7 +141,7 @@ fn loom_rows_that_are_read_while_rows_move_and_are_trained_are_whole() {
 /// A row has arrived for a plan that is trained later. Another plan moves and trains rows concurrently, and that row
 /// stays.
 #[test]
-fn loom_a_row_that_arrived_ahead_of_its_step_is_there_when_the_step_comes() {
+fn loom_prefetched_row_stays_until_its_step() {
     model(|| {
         let (table, lookup, device) = table();
         let ahead = place(&lookup, &device, 3);
@@ -157,7 +157,7 @@ fn loom_a_row_that_arrived_ahead_of_its_step_is_there_when_the_step_comes() {
 
 /// A plan is dropped after its rows have got slots, while another plan requires the same row.
 #[test]
-fn loom_a_plan_that_is_dropped_before_its_row_has_arrived_leaves_it_for_another() {
+fn loom_dropped_plan_leaves_its_row_for_another_plan() {
     model(|| {
         let (table, lookup, device) = table();
         let dropped = lookup.plan(&[3], &[0, 1], PlanMode::TRAIN).unwrap();

@@ -271,8 +271,9 @@ fn take_u32(rest: &mut &[u8]) -> Option<u32> {
 mod tests {
     use super::*;
 
+    /// A clock precedes the other metadata. Metadata without a clock is unchanged.
     #[test]
-    fn a_clock_comes_before_the_rest_and_without_one_the_note_is_as_it_was() {
+    fn clock_precedes_other_metadata_and_is_optional() {
         assert_eq!(clock_prefix(b""), b"");
         let note = [clock_prefix(b"[0,1,2]"), b"counts 1\n...".to_vec()].concat();
         assert_eq!(split_clock(&note), (&b"[0,1,2]"[..], &b"counts 1\n..."[..]));
@@ -284,8 +285,9 @@ mod tests {
         }
     }
 
+    /// The metadata of a table that has not changed since a sweep begins with a tag.
     #[test]
-    fn a_note_of_a_table_that_is_as_a_sweep_has_left_it_says_so_before_the_rest() {
+    fn unchanged_tag_precedes_other_metadata() {
         let note = [UNCHANGED_TAG, b"counts 1\n..."].concat();
         assert_eq!(split_unchanged(&note), (true, &b"counts 1\n..."[..]));
         for other in [&b""[..], b"{old}", b"swept"] {

@@ -126,7 +126,7 @@ mod tests {
     use crate::lifecycle::ExpirySweep;
 
     #[test]
-    fn once_ram_was_passed_only_rows_that_were_left_for_later_may_die_there() {
+    fn only_deferred_rows_expire_in_ram_after_it_was_passed() {
         let judge = SweepMatcher::new(ExpirySweep::after(9, &EvictionRule::Unused { steps: 2 }, 1), 0);
         let mut under_way = SweepProgress::after(None, judge, (4, 0), 0);
         let ids = [3, 1, 2];
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_of_a_tier_that_grows_meanwhile_looks_at_each_slot_that_was_there() {
+    fn round_of_growing_tier_visits_each_initial_slot() {
         let mut round = SlotRound::default().around(10);
         let part = round.part(6, 10);
         round = round.after(&part).around(10);

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_come_one_at_a_time_are_handed_over_once_in_chunks_of_at_most_the_wanted_size() {
+    fn pushed_rows_are_delivered_once_in_bounded_chunks() {
         for (count, most, chunks) in
             [(0, 4, vec![]), (3, 4, vec![3]), (4, 4, vec![4]), (9, 4, vec![4, 4, 1]), (2, 1, vec![1, 1])]
         {
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_are_lent_are_copied_at_once_and_handed_over_when_no_lock_is_held() {
+    fn lent_rows_are_copied_at_once_and_delivered_without_lock() {
         let (headers, vectors) = rows(5);
         let lent = RowList::block(&headers, &vectors, FLOATS);
         let taken = std::cell::RefCell::new(Vec::new());

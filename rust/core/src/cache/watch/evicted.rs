@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_one_step_and_reason_are_one_chunk_and_no_chunk_is_too_large() {
+    fn rows_of_one_step_and_reason_share_bounded_chunks() {
         let queue = EvictedQueue::new(2);
         for rows in [part(1, "ttl", 0..3), part(1, "full", 3..5), part(1, "ttl", 5..6), part(2, "ttl", 6..7)] {
             queue.push(rows);
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_goes_on_after_its_end_says_whether_somebody_still_waits() {
+    fn reopened_queue_reports_if_a_reader_still_waits() {
         let queue = EvictedQueue::new(2);
         queue.end();
         queue.push(part(1, "ttl", 0..1));
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_gets_rows_when_they_come_unless_the_queue_is_held_and_all_before_its_end() {
+    fn waiting_reader_gets_rows_unless_paused_and_all_before_end() {
         let queue = EvictedQueue::new(2);
         assert!(!queue.is_full());
         queue.pause();

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_that_were_handed_over_before_they_were_written_down_are_known_to_their_export_alone() {
+    fn rows_written_back_after_delivery_are_known_to_own_export() {
         let mut exports = ExportSet::default();
         let (first, seen_by_first) = exports.begin(7);
         let (second, seen_by_second) = exports.begin(7);

@@ -311,8 +311,9 @@ mod tests {
         assert_eq!((lineage.bases().len(), lineage.bytes()), (0, 0));
     }
 
+    /// The sweeps do not cover each other.
     #[test]
-    fn too_many_sweeps_that_do_not_cover_each_other_push_out_the_oldest_checkpoints() {
+    fn too_many_independent_sweeps_drop_oldest_checkpoints() {
         use crate::lifecycle::ExpiryRule;
 
         let ever_less =

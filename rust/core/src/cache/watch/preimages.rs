@@ -391,7 +391,7 @@ mod tests {
     use crate::io::MemoryEngine;
 
     #[test]
-    fn where_there_is_no_thread_to_write_blocks_those_who_copy_write_each_of_them_once() {
+    fn copiers_write_each_block_once_without_writer_thread() {
         const ROWS: i64 = 3000;
         let layout = RowLayout { dim: 16, vector_slots: 0, scalar_slot: false };
         let engine = MemoryEngine::default();

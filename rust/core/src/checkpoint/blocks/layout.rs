@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_says_each_tensor_once_in_the_order_of_the_file_and_zeros_between() {
+    fn header_lists_each_tensor_and_padding_in_file_order() {
         let tensors = [tensor("__pad.x", "U8", &[1]), tensor("w", "F32", &[])];
         let layout = RecisFileLayout::new(&tensors.iter().collect::<Vec<_>>(), TensorSpacing::Pages).unwrap();
         let text = std::str::from_utf8(&layout.header[8..]).unwrap();

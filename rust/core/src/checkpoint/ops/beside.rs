@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_take_the_time_that_the_rate_gives_them_and_a_slow_disk_is_made_up_for() {
+    fn rate_limit_delays_bytes_and_compensates_for_slow_disk() {
         let mut pace = WriteRateLimiter::new(Some(1 << 20));
         let mut now = pace.due;
         for _ in 0..4 {

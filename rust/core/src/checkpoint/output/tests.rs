@@ -5,7 +5,7 @@ use super::for_each_piece;
 use crate::error::{Error, Kind};
 
 #[test]
-fn where_two_pieces_fail_the_error_is_that_of_the_earlier_one_whichever_ends_first() {
+fn error_of_earlier_piece_wins_for_any_order_of_ends() {
     for first_to_end in [0, 1] {
         let (both, has_failed) = (Barrier::new(2), AtomicBool::new(false));
         let failed = for_each_piece(2, vec![0, 1], |piece| {

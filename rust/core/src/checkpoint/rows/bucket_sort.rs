@@ -193,8 +193,9 @@ mod tests {
     use super::*;
     use crate::types::hash_id;
 
+    /// Every instruction set orders buckets of any size alike, and finds ids that occur twice.
     #[test]
-    fn every_instruction_set_orders_buckets_of_any_size_alike_and_finds_ids_that_are_there_twice() {
+    fn instruction_sets_sort_alike_and_detect_duplicate_ids() {
         let sizes = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 100, MAX_COUNTED_ROWS, MAX_COUNTED_ROWS + 1, 500];
         let n: usize = sizes.iter().sum();
         let starts: Vec<i64> = sizes

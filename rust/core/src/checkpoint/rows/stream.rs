@@ -431,8 +431,9 @@ mod tests {
         }
     }
 
+    /// Rows are written to their positions with their checksums, which join to the checksum of many rows.
     #[test]
-    fn rows_come_to_their_positions_with_their_checksums_which_join_to_those_of_many() {
+    fn rows_reach_positions_with_joinable_checksums() {
         for dim in [16, 32, 64, 48, 256] {
             let (count, parts) = (5000_usize, 2);
             let values: Vec<f32> = (0..count * dim * parts).map(|n| hash_id(n as i64) as i32 as f32).collect();

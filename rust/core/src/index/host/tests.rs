@@ -50,7 +50,7 @@ fn ids_like_any_sentinel_are_ids() {
 }
 
 #[test]
-fn the_index_takes_its_capacity_in_the_bytes_it_says_and_goes_on_past_it() {
+fn index_fits_capacity_in_stated_bytes_and_grows_past_it() {
     let mut index = SlotIndex::new(10_000);
     for id in 0..10_000 {
         index.insert(id * 3, id as u32);
@@ -114,7 +114,7 @@ fn steps_past_homes(index: &SlotIndex) -> (usize, usize) {
 }
 
 #[test]
-fn ids_at_any_stride_lie_three_lines_past_their_homes_on_average_at_most() {
+fn strided_ids_are_at_most_three_lines_from_home_on_average() {
     const IDS: u64 = 7680;
     let fibonacci = (0..85).scan((1_u64, 1_u64), |(one, two), _| {
         (*one, *two) = (*two, *one + *two);

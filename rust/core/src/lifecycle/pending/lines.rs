@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_takes_at_most_sixteen_bytes_and_what_is_cleared_is_used_again() {
+    fn entry_takes_at_most_16_bytes_and_cleared_space_is_reused() {
         let (mut pool, mut map) = (CounterPool::new(1), CounterMap::new(0));
         for round in 0..3 {
             for id in 0..100_000_u32 {

@@ -98,7 +98,7 @@ fn an_id_is_remembered_for_one_to_two_windows() {
 }
 
 #[test]
-fn a_bucket_that_is_full_when_its_window_ends_remembers_what_was_counted_then() {
+fn full_bucket_keeps_counts_at_end_of_window() {
     let memory = 13 * 2 * 10 * BYTES_PER_ID;
     let bucketing = bucketing();
     let ids: Vec<Id> = (0..).filter(|&id| bucketing.of(id) == 4).take(12).collect();
@@ -139,7 +139,7 @@ fn every_bucket_ends_one_window_in_each() {
 }
 
 #[test]
-fn what_was_counted_since_an_epoch_is_listed_however_many_epochs_there_are() {
+fn counts_since_epoch_are_listed_for_any_number_of_epochs() {
     let mut pending = AdmissionCounters::new(0..13, bucketing(), 1 << 20, None);
     for epoch in 0..1000_u32 {
         pending.add(Id::from(epoch), CounterSpot::NOWHERE, 1, epoch);

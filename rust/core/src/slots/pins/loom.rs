@@ -59,8 +59,9 @@ fn loom_no_row_is_taken_out_while_planners_use_it() {
     });
 }
 
+/// A planner and an evictor that keep the slot they won never both win it.
 #[test]
-fn loom_a_planner_and_an_evictor_who_keep_what_they_won_never_both_win() {
+fn loom_planner_and_evictor_never_both_win() {
     loom::model(|| {
         let slot = Slot::new();
         let planner = {

@@ -518,8 +518,9 @@ mod tests {
         }
     }
 
+    /// A trailer with other bytes in place of absent steps is rejected, also with the right checksum.
     #[test]
-    fn a_trailer_with_other_bytes_where_there_are_no_steps_is_refused_whatever_its_checksum() {
+    fn trailer_with_bytes_in_place_of_absent_steps_is_rejected() {
         let trailer = |step: LastStep| {
             let mut bytes = Vec::new();
             encode_footer(&mut [entry(0, 1, 0, step)], 9, ROOM, &mut bytes);

@@ -160,7 +160,7 @@ proptest! {
 proptest! {
     /// The index changes between a lookup and the update of its result.
     #[test]
-    fn what_was_found_is_replaced_and_recognised_whatever_has_changed_since(
+    fn match_stays_usable_after_other_changes(
         sub_table_bits in 0_u32..3,
         tag_bits in prop_oneof![1_u32..8, Just(24)],
         ids in prop::collection::btree_set(-400_i64..400, 1..600),

@@ -59,8 +59,9 @@ fn rows_expire_by_step_in_buffers_open_and_sealed_segments() {
     }
 }
 
+/// Rows expire by their step in segments whose footers have no steps, also after a resume.
 #[test]
-fn rows_die_by_their_step_in_segments_whose_footers_have_no_steps_also_when_resumed() {
+fn rows_expire_by_step_without_footer_steps() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Never)).unwrap();
     // The largest step counts as unknown, and then a footer has no steps.
