@@ -54,8 +54,9 @@ fn numbers() -> impl FnMut(Id) -> Id {
     }
 }
 
+/// A plan with more reads than are submitted at once never waits for files that its own reads keep.
 #[test]
-fn a_plan_of_more_reads_than_are_submitted_at_once_never_waits_for_files_that_its_own_reads_keep() {
+fn plan_with_many_reads_never_waits_for_its_own_files() {
     watched(String::new, || {
         let table = rig(on_ssd(14_000, 4 << 20));
         let rows = fill(&table, 1000);
@@ -91,7 +92,7 @@ fn false_traces(rig: &Rig, wanted: usize) -> Vec<Id> {
 }
 
 #[test]
-fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacity() {
+fn new_ids_found_by_late_reads_stay_within_capacity() {
     let table = rig(on_ssd(1000, 1 << 20));
     fill(&table, 100);
     fill(&table, 3);
@@ -121,7 +122,7 @@ fn found_and_not(rig: &Rig) -> [(u64, u64); 2] {
 }
 
 #[test]
-fn ids_that_turn_out_to_be_new_when_they_are_read_ahead_count_as_misses_of_the_ssd_tier() {
+fn new_ids_found_by_prefetch_count_as_ssd_misses() {
     for device_rows in [None, Some(300)] {
         let mut wanted = on_ssd(1000, 1 << 20);
         wanted.device_rows = device_rows;
@@ -196,8 +197,9 @@ fn training_near_the_cap_ends_an_export_whose_chunks_nobody_takes() {
     training_ends_an_export_that_waits(None);
 }
 
+/// With a device tier, training near the cap ends an export whose chunks no caller takes.
 #[test]
-fn training_near_the_cap_ends_an_export_whose_chunks_nobody_takes_with_a_device_tier() {
+fn training_near_cap_ends_stalled_export_with_device_tier() {
     training_ends_an_export_that_waits(Some(300));
 }
 
@@ -213,8 +215,9 @@ fn a_load_into_a_full_table_ends_an_export_whose_chunks_nobody_takes() {
     });
 }
 
+/// An export whose chunks no caller takes has every row, or returns the error that its space was needed.
 #[test]
-fn an_export_whose_chunks_nobody_takes_either_has_every_row_or_says_that_its_room_was_needed() {
+fn stalled_export_has_every_row_or_an_error() {
     watched(String::new, || {
         for bytes in [2 << 20, 8 << 20] {
             let table = rig(on_ssd(4000, bytes));
@@ -248,7 +251,7 @@ fn an_export_whose_chunks_nobody_takes_either_has_every_row_or_says_that_its_roo
 }
 
 #[test]
-fn a_full_table_drops_rows_of_ram_where_ram_holds_more_than_the_ssd_tier_may() {
+fn full_table_evicts_from_ram_when_ram_exceeds_ssd_capacity() {
     for (host_rows, device_rows) in [(20_000, None), (20_000, Some(600)), (6000, None), (2000, Some(12_000))] {
         let what = format!("{host_rows} in RAM, {device_rows:?} on the device");
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
@@ -279,8 +282,9 @@ fn a_full_table_drops_rows_of_ram_where_ram_holds_more_than_the_ssd_tier_may() {
     }
 }
 
+/// A batch is rejected and changes nothing if no rows can be evicted for it.
 #[test]
-fn a_batch_for_which_no_rows_can_be_dropped_is_refused_and_changes_nothing() {
+fn batch_without_evictable_rows_is_rejected_unchanged() {
     let mut wanted = on_ssd(20_000, 1 << 20);
     wanted.on_full = OnFull::Evict;
     let table = rig(wanted);

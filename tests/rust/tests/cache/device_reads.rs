@@ -51,8 +51,9 @@ fn amid_on_another_thread(rig: &Arc<Rig>, work: impl FnOnce(&Rig) + Send + 'stat
     });
 }
 
+/// While victims are read from the device, other threads use the table, and a victim that one of them needs stays.
 #[test]
-fn while_victims_are_read_others_use_the_table_and_a_victim_that_one_of_them_wants_stays() {
+fn table_stays_usable_while_victims_are_read() {
     watched(String::new, || {
         let rig = open(TableConfig { device_rows: Some(6), ..config(DIM, OptimizerKind::Adagrad, 100) });
         let oracle = open(config(DIM, OptimizerKind::Adagrad, 100));
@@ -152,8 +153,9 @@ fn oracle() -> Contents {
     without_epochs(&oracle)
 }
 
+/// A device read that fails leaves every row, for each purpose of the read.
 #[test]
-fn a_read_from_the_device_that_fails_leaves_every_row_whatever_it_was_for() {
+fn failed_device_read_leaves_every_row() {
     watched(String::new, || {
         let expected = oracle();
         for wanted in tiers() {
@@ -174,7 +176,7 @@ fn a_read_from_the_device_that_fails_leaves_every_row_whatever_it_was_for() {
 }
 
 #[test]
-fn plans_that_begin_and_end_amid_any_read_from_the_device_change_no_row() {
+fn plans_during_device_reads_change_no_row() {
     watched(String::new, || {
         let expected = oracle();
         for wanted in tiers() {
@@ -212,7 +214,7 @@ fn plans_that_begin_and_end_amid_any_read_from_the_device_change_no_row() {
 }
 
 #[test]
-fn a_panic_while_rows_are_read_from_the_device_ends_the_plan_and_leaves_every_row() {
+fn panic_in_device_read_ends_plan_and_leaves_every_row() {
     watched(String::new, || {
         for wanted in tiers() {
             let (rig, oracle) = (open(wanted), open(config(DIM, OptimizerKind::Adagrad, 200)));
@@ -234,7 +236,7 @@ fn a_panic_while_rows_are_read_from_the_device_ends_the_plan_and_leaves_every_ro
 }
 
 #[test]
-fn a_table_that_is_closed_while_its_rows_are_read_from_the_device_refuses_the_batch() {
+fn table_closed_during_device_read_rejects_batch() {
     watched(String::new, || {
         let rig = open(TableConfig { device_rows: Some(6), ..config(DIM, OptimizerKind::Adagrad, 100) });
         rig.train(&[1, 2, 3, 4, 5, 6], BAG, 0).expect("a step");
@@ -248,7 +250,7 @@ fn a_table_that_is_closed_while_its_rows_are_read_from_the_device_refuses_the_ba
 /// The rule reads weights, which are on the device. Each batch evaluates a part of the slots, and the lock is free
 /// while these are read.
 #[test]
-fn a_sweep_by_weights_of_a_device_tier_takes_the_rows_that_it_takes_in_ram() {
+fn sweep_by_weights_expires_same_rows_on_device_as_in_ram() {
     watched(String::new, || {
         let rule = |every: u64| EvictionConfig {
             rule: EvictionRule::NormBelow(1.2),

@@ -128,22 +128,22 @@ fn an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(ssd: bool, devi
 }
 
 #[test]
-fn an_import_into_a_full_table_in_ram_keeps_the_rows_that_it_overwrites() {
+fn import_into_full_ram_table_keeps_overwritten_rows() {
     an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(false, None);
 }
 
 #[test]
-fn an_import_into_a_full_table_on_a_device_keeps_the_rows_that_it_overwrites() {
+fn import_into_full_device_table_keeps_overwritten_rows() {
     an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(false, Some(40));
 }
 
 #[test]
-fn an_import_into_a_full_table_on_ssd_keeps_the_rows_that_it_overwrites() {
+fn import_into_full_ssd_table_keeps_overwritten_rows() {
     an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(true, None);
 }
 
 #[test]
-fn an_import_into_a_full_table_of_three_tiers_keeps_the_rows_that_it_overwrites() {
+fn import_into_full_three_tier_table_keeps_overwritten_rows() {
     an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(true, Some(40));
 }
 
@@ -165,7 +165,7 @@ fn state_of(rig: &Rig) -> (Vec<Id>, u64) {
 }
 
 #[test]
-fn a_batch_with_more_rows_than_the_table_holds_is_refused_and_drops_none() {
+fn batch_larger_than_table_is_rejected_and_evicts_no_row() {
     for (rig, most) in full_tables() {
         let before = state_of(&rig);
         let batch: Vec<Id> = (5000..5001 + most).collect();
@@ -183,8 +183,9 @@ fn a_batch_with_more_rows_than_the_table_holds_is_refused_and_drops_none() {
     }
 }
 
+/// A batch without space next to the batches in flight is rejected, and evicts no row.
 #[test]
-fn a_batch_that_has_no_room_beside_those_in_flight_is_refused_and_drops_no_row() {
+fn batch_without_space_is_rejected_and_evicts_no_row() {
     for (rig, most) in full_tables() {
         let before = state_of(&rig);
         let in_flight = rig.plan(&before.0[..40], PlanMode::TRAIN).expect("a plan");
@@ -199,7 +200,7 @@ fn a_batch_that_has_no_room_beside_those_in_flight_is_refused_and_drops_no_row()
 }
 
 #[test]
-fn rows_are_dropped_for_a_batch_that_is_fetched_ahead_only_when_it_comes() {
+fn prefetched_batch_evicts_rows_only_at_its_step() {
     for (rig, most) in full_tables() {
         let before = state_of(&rig);
         let some: Vec<Id> = (5000..5030).collect();

@@ -65,18 +65,18 @@ fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(device_row
 }
 
 #[test]
-fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again_in_place() {
+fn read_error_fails_its_batch_and_retry_works_in_place() {
     a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(None);
 }
 
 #[test]
-fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again_with_a_device_tier() {
+fn read_error_fails_its_batch_and_retry_works_with_device_tier() {
     a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(Some(30));
 }
 
 /// A plan initializes rows on a second thread while its own thread frees space for the next rows.
 #[test]
-fn no_row_is_left_of_a_plan_that_finds_no_room_while_another_thread_bears_its_rows() {
+fn plan_without_space_leaves_no_row() {
     let (before, new): (Vec<Id>, Vec<Id>) = ((0..12_000).collect(), (100_000..112_000).collect());
     let mode = PlanMode { threads: 2, ..PlanMode::TRAIN };
     let train = |rig: &Rig| {
@@ -116,8 +116,9 @@ fn no_row_is_left_of_a_plan_that_finds_no_room_while_another_thread_bears_its_ro
     assert!(failed_after_births > 0, "no plan failed after it had begun to bear rows");
 }
 
+/// The time that a plan waits for the SSD tier counts once for any number of reads.
 #[test]
-fn the_time_that_a_plan_waits_for_the_ssd_tier_counts_once_however_many_reads_it_waits_for() {
+fn ssd_wait_time_of_plan_counts_once() {
     let (rig, faults) = Rig::with_faults(three_tiers(None, 12_000, 16 << 20));
     for first in (0..30_000).step_by(6000) {
         rig.train(&(first..first + 6000).collect::<Vec<Id>>(), 4, 1).expect("a step");
@@ -155,7 +156,7 @@ fn a_damaged_record_is_found_and_never_served() {
 }
 
 #[test]
-fn rows_loaded_after_a_clear_are_not_touched_by_reads_of_before_that_failed() {
+fn failed_read_before_clear_leaves_rows_loaded_after() {
     let (rig, faults) = Rig::with_faults(three_tiers(None, 12_000, 16 << 20));
     for first in (0..30_000).step_by(6000) {
         rig.train(&(first..first + 6000).collect::<Vec<Id>>(), 4, 1).expect("a step");
@@ -313,7 +314,7 @@ fn after_a_failed_write_everything_can_still_be_read_in_place() {
 }
 
 #[test]
-fn after_a_failed_write_everything_can_still_be_read_with_a_device_tier() {
+fn failed_write_leaves_rows_readable_with_device_tier() {
     after_a_failed_write_everything_can_still_be_read(Some(30));
 }
 
@@ -366,8 +367,9 @@ fn a_full_table_may_drop_rows_by_policy_and_counts_them() {
     }
 }
 
+/// An import that does not fit changes nothing, for any number of rows.
 #[test]
-fn an_import_that_does_not_fit_changes_nothing_however_many_rows_it_has() {
+fn import_that_does_not_fit_changes_nothing() {
     // This is more rows than one import chunk, and the first chunk would fit.
     const ROWS: i64 = 9000;
     for (device_rows, ssd) in [(None, None), (Some(20), None), (None, Some(5 << 18)), (Some(20), Some(5 << 18))] {

@@ -125,7 +125,7 @@ fn an_import_that_meets_a_full_disk_is_whole_or_not_done() {
 }
 
 #[test]
-fn an_import_that_meets_a_full_disk_is_whole_or_not_done_with_a_device_tier() {
+fn import_on_full_disk_is_atomic_with_device_tier() {
     an_import(Some(40));
 }
 
@@ -156,12 +156,13 @@ fn a_removal_that_meets_a_full_disk_is_whole_or_not_done() {
 }
 
 #[test]
-fn a_removal_that_meets_a_full_disk_is_whole_or_not_done_with_a_device_tier() {
+fn removal_on_full_disk_is_atomic_with_device_tier() {
     a_removal(Some(40));
 }
 
+/// Training that evicts rows and meets a full disk leaves a table whose rows are the same in all ways to read it.
 #[test]
-fn training_that_drops_rows_and_meets_a_full_disk_leaves_a_table_whose_rows_all_see_alike() {
+fn evicting_training_on_full_disk_leaves_consistent_table() {
     for device_rows in [None, Some(40)] {
         for passing in [0, 1, 2, 5] {
             let mut wanted = three_tiers(device_rows, 1 << 20);
@@ -185,8 +186,9 @@ fn training_that_drops_rows_and_meets_a_full_disk_leaves_a_table_whose_rows_all_
     }
 }
 
+/// An import over rows that cannot be read changes nothing, for any number of rows.
 #[test]
-fn an_import_of_rows_that_cannot_be_read_changes_nothing_however_many_rows_it_has() {
+fn import_over_unreadable_rows_changes_nothing() {
     let (rig, faults) = filled(None, 0..12_000);
     let before = seen_alike(&rig);
     // The rows of the first parts can be read.

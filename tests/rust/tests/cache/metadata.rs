@@ -57,7 +57,7 @@ fn least(dim: usize, shared: bool, timed: bool, ssd_bytes: u64) -> u64 {
 }
 
 #[test]
-fn a_shared_row_and_the_times_of_steps_come_back_at_the_least_bytes_that_a_table_is_opened_with() {
+fn oov_row_and_step_times_resume_at_minimum_ssd_bytes() {
     for dim in [64, 1500] {
         for (shared, timed) in [(true, false), (false, true), (true, true)] {
             let what = format!("{dim} floats, shared {shared}, timed {timed}");
@@ -93,8 +93,9 @@ fn a_shared_row_and_the_times_of_steps_come_back_at_the_least_bytes_that_a_table
     }
 }
 
+/// A table with an OOV row records as many expired ids as a flush can store next to that row.
 #[test]
-fn a_table_remembers_as_many_ids_that_left_as_a_flush_can_say_beside_its_shared_row() {
+fn table_records_as_many_expired_ids_as_a_flush_can_store() {
     const DIM: usize = 64;
     let row_bytes = least(DIM, true, false, 1000) / SHARE;
     for (left, kept) in [(400, true), (600, false)] {

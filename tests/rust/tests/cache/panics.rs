@@ -35,8 +35,9 @@ fn error_of_training(rig: &Rig) -> embcache::Error {
     unreachable!("batches do not end")
 }
 
+/// After a panic while rows are written to the SSD tier, training is rejected, and every row can be read.
 #[test]
-fn after_a_panic_while_rows_are_written_down_training_is_refused_and_every_row_can_be_read() {
+fn panic_during_demotion_poisons_training_but_not_reads() {
     watched(String::new, || {
         let (rig, faults) = rig();
         for batch in 0..40 {
@@ -60,7 +61,7 @@ fn after_a_panic_while_rows_are_written_down_training_is_refused_and_every_row_c
 }
 
 #[test]
-fn a_panic_while_a_plan_is_read_is_the_plans_error_and_the_batch_can_be_trained_again() {
+fn panic_in_read_fails_its_plan_and_batch_can_retry() {
     watched(String::new, || {
         let (rig, faults) = rig();
         for batch in 0..40 {
@@ -117,7 +118,7 @@ fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
 }
 
 #[test]
-fn table_lookup_and_plans_can_be_dropped_in_any_order_while_their_reads_are_under_way() {
+fn table_lookup_and_plans_drop_in_any_order_during_reads() {
     watched(String::new, || {
         // The orders in which the three are dropped, and true if the reads end before the last of them.
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {

@@ -102,8 +102,9 @@ fn tables_side_by_side_have_the_rows_of_tables_one_after_the_other() {
     });
 }
 
+/// If several tables fail, the error is that of the first one, and no row has moved.
 #[test]
-fn where_several_tables_fail_the_first_of_them_is_told_and_no_row_has_moved() {
+fn first_failed_table_is_reported_and_no_row_moves() {
     watched(String::new, || {
         let (rigs, oracle) = (tables(), tables());
         let (ours, theirs) = (lookup(&rigs), lookup(&oracle));
@@ -181,7 +182,7 @@ fn train_part(rigs: &[Rig], number: u64, threads: usize) {
 }
 
 #[test]
-fn plans_of_several_threads_that_work_on_the_same_tables_side_by_side_all_end() {
+fn concurrent_plans_of_same_tables_all_end() {
     watched(String::new, || {
         let (rigs, oracle) = (tables(), tables());
         std::thread::scope(|scope| {

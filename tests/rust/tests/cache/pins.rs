@@ -40,7 +40,7 @@ fn ids(range: std::ops::Range<Id>) -> Vec<Id> {
 }
 
 #[test]
-fn rows_that_a_plan_did_not_train_vanish_with_it_and_those_that_were_there_stay() {
+fn dropped_plan_removes_its_new_rows_and_keeps_others() {
     for is_counted in [false, true] {
         let rig = in_ram();
         rig.train(&ids(0..100), 10, 0).expect("a step");
@@ -76,7 +76,7 @@ fn rows_that_two_plans_are_to_bear_stay_until_the_last_of_them_ends() {
 }
 
 #[test]
-fn a_plan_that_ends_leaves_the_pins_of_another_one_on_rows_that_it_bore() {
+fn ended_plan_leaves_pins_of_other_plans_on_its_rows() {
     let (rig, oracle) = (in_ram(), in_ram());
     let (first, second) = (ids(0..1000), ids(500..1500));
     let early = rig.plan(&first, PlanMode::TRAIN).expect("a plan");
@@ -134,8 +134,9 @@ fn an_error_amid_the_rows_that_come_in_leaves_none_of_them_and_no_pin() {
     assert_eq!((rows(&rig), pinned_and_here(&rig).0), (5000, 0));
 }
 
+/// Rows whose read fails are removed with their plan, also if it pinned them together with others.
 #[test]
-fn rows_whose_read_fails_vanish_with_the_plan_that_pinned_them_together_with_others() {
+fn rows_of_failed_reads_are_removed_with_their_plan() {
     let (rig, faults) = Rig::with_faults(on_ssd(400));
     for first in (0..2000).step_by(200) {
         rig.train(&ids(first..first + 200), 10, 0).expect("a step");

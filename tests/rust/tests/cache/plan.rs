@@ -128,7 +128,7 @@ fn rows_in_flight_are_never_evicted_however_small_the_budget() {
 }
 
 #[test]
-fn a_plan_that_the_budget_ended_early_is_complete_once_its_rows_are_on_the_device() {
+fn plan_cut_short_by_budget_completes_on_device() {
     let rig = in_memory(TableConfig { device_rows: Some(8), ..on_ssd("t", 4) });
     for ids in [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]] {
         rig.train(&ids, 2, 7).expect("a step");
@@ -177,7 +177,7 @@ fn every_backward_is_a_step_ids_or_none() {
 }
 
 #[test]
-fn a_dropped_plan_whose_rows_are_still_being_read_leaves_nothing_behind() {
+fn plan_dropped_during_reads_leaves_nothing() {
     let rig = in_memory(on_ssd("t", 20));
     for batch in 0..10 {
         rig.train(&(batch * 10..batch * 10 + 10).collect::<Vec<_>>(), 2, 0).expect("a step");
@@ -328,8 +328,9 @@ fn the_index_of_rows_on_ssd_takes_its_share_of_the_host_budget() {
     assert_eq!(host().rows, rows_at_first, "the room comes back with the index's");
 }
 
+/// The capacity error names the budget.
 #[test]
-fn an_index_larger_than_the_host_budget_is_a_capacity_error_that_names_it() {
+fn index_larger_than_host_budget_is_capacity_error() {
     let mut wanted = on_ssd("t", 300);
     if let Some(ssd) = &mut wanted.ssd {
         ssd.bytes = 32 << 20;

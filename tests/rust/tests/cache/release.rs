@@ -189,7 +189,7 @@ fn check_trains_on(pair: &Pair, tiers: (Option<u32>, u64, bool), what: &str) {
 }
 
 #[test]
-fn a_plan_that_is_dropped_after_any_of_its_steps_leaves_every_row_as_it_was() {
+fn plan_dropped_after_any_step_changes_no_row() {
     for tiers in TIERS {
         for ahead in [false, true] {
             for until in
@@ -219,7 +219,7 @@ enum At {
 }
 
 #[test]
-fn a_fault_at_any_operation_between_plan_and_commit_leaves_every_row_of_both_tables_as_it_was() {
+fn fault_between_plan_and_commit_changes_no_row() {
     for tiers in TIERS {
         for at in [At::Read, At::Write, At::DeviceRead(0), At::DeviceRead(1)] {
             let there = match at {
@@ -264,7 +264,7 @@ fn a_fault_at_any_operation_between_plan_and_commit_leaves_every_row_of_both_tab
 }
 
 #[test]
-fn rows_of_one_table_stay_as_they_are_when_there_is_no_room_for_another_tables() {
+fn table_without_space_leaves_rows_of_other_tables() {
     let engine = || Arc::new(MemoryEngine::default());
     let rows = |rig: &Rig, count: i64| {
         let headers: Vec<RowHeader> = (0..count).map(|id| RowHeader { id, ..RowHeader::default() }).collect();
@@ -301,7 +301,7 @@ fn kernels_wait_for_the_word_that_what_was_fetched_is_scattered() {
 }
 
 #[test]
-fn what_is_not_scattered_when_an_exclusive_change_ends_is_where_it_was() {
+fn rows_not_scattered_in_exclusive_change_stay_in_place() {
     let (pair, before) = trained(TIERS[2]);
     let batch = given_up();
     let plan = pair.plan(&batch, false).expect("a plan");
@@ -357,7 +357,7 @@ fn images() -> Arc<PreImages> {
 
 /// Two plans use one row. The first never promotes it to the device.
 #[test]
-fn a_row_that_another_plan_gave_a_slot_and_never_brought_is_brought_by_the_next() {
+fn row_with_unfilled_slot_is_fetched_by_next_plan() {
     for tiers in [TIERS[1], TIERS[2]] {
         for first_released in [false, true] {
             let what = format!("{tiers:?} {first_released}");
@@ -396,7 +396,7 @@ fn a_row_that_was_trained_meanwhile_is_not_scattered_again() {
 }
 
 #[test]
-fn a_plan_that_is_dropped_while_rows_are_read_from_the_device_is_released_and_nobody_waits() {
+fn plan_dropped_during_device_read_is_released() {
     watched(String::new, || {
         for explicitly in [false, true] {
             let rig =
@@ -421,7 +421,7 @@ fn a_plan_that_is_dropped_while_rows_are_read_from_the_device_is_released_and_no
 }
 
 #[test]
-fn a_moment_that_is_dropped_while_rows_are_read_from_the_device_is_let_go_of_and_nobody_waits() {
+fn snapshot_dropped_during_device_read_is_released() {
     watched(String::new, || {
         let rig = Rig::open(settings("t", Some(6), 100, false), Arc::new(MemoryEngine::default())).expect("a table");
         rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
@@ -440,7 +440,7 @@ fn a_moment_that_is_dropped_while_rows_are_read_from_the_device_is_let_go_of_and
 }
 
 #[test]
-fn what_uses_rows_of_the_table_while_some_are_read_from_the_device_gets_a_typed_error_and_other_uses_work() {
+fn row_uses_during_device_read_get_typed_error() {
     watched(String::new, || {
         let rig = Rig::open(settings("t", Some(6), 100, true), Arc::new(MemoryEngine::default())).expect("a table");
         rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
@@ -474,7 +474,7 @@ fn what_uses_rows_of_the_table_while_some_are_read_from_the_device_gets_a_typed_
 }
 
 #[test]
-fn what_copies_rows_while_they_are_changed_exclusively_gets_a_typed_error() {
+fn copies_during_exclusive_change_get_typed_error() {
     watched(String::new, || {
         let rig = Rig::open(settings("t", Some(6), 100, true), Arc::new(MemoryEngine::default())).expect("a table");
         rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
@@ -492,7 +492,7 @@ fn what_copies_rows_while_they_are_changed_exclusively_gets_a_typed_error() {
 
 /// An asynchronous save copies rows to which such code has exclusive access.
 #[test]
-fn code_that_runs_exclusively_and_would_wait_for_a_save_of_the_rows_gets_a_typed_error() {
+fn exclusive_code_waiting_for_save_gets_typed_error() {
     watched(String::new, || {
         let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
         rig.train(&[1, 2], 1, 0).expect("a step");
@@ -515,7 +515,7 @@ fn code_that_runs_exclusively_and_would_wait_for_a_save_of_the_rows_gets_a_typed
 
 /// The thread of an export copies rows to which such code has exclusive access.
 #[test]
-fn code_that_would_wait_for_an_export_of_rows_that_its_caller_keeps_from_it_gets_a_typed_error() {
+fn wait_for_export_blocked_by_caller_gets_typed_error() {
     watched(String::new, || {
         let rig = Rig::open(settings("t", Some(6), 100, false), Arc::new(MemoryEngine::default())).expect("a table");
         rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
@@ -548,7 +548,7 @@ fn a_table_that_is_given_twice_to_a_lookup_is_refused() {
 /// While one thread changes rows exclusively and also uses the plan, another thread uses the same plan. Each waits for
 /// the other at most as long as that one works.
 #[test]
-fn two_threads_that_use_one_plan_of_which_one_does_so_exclusively_do_not_wait_for_each_other_for_ever() {
+fn shared_and_exclusive_use_of_one_plan_do_not_deadlock() {
     watched(String::new, || {
         let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
         let plan = rig.lookup.plan(&[1, 2, 3], &[0, 3], PlanMode::TRAIN).expect("planned");
@@ -581,7 +581,7 @@ fn two_threads_that_use_one_plan_of_which_one_does_so_exclusively_do_not_wait_fo
 
 /// Another plan of the same tables would wait for rows to which its own caller has exclusive access.
 #[test]
-fn code_that_runs_exclusively_is_refused_another_plan_of_the_same_tables_and_may_drop_it() {
+fn exclusive_code_gets_no_second_plan_and_may_drop_one() {
     watched(String::new, || {
         let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
         let plan = |ids: &[Id]| rig.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("planned");

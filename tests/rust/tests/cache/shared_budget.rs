@@ -202,8 +202,9 @@ fn tables_that_grow_at_once_never_exceed_their_budget_together() {
     assert_eq!(budget.free(), (4000 - taken) * row_bytes(), "each byte is counted once");
 }
 
+/// Plans ahead reserve space for new rows before these are inserted, and release the space of rows that are not new.
 #[test]
-fn plans_ahead_take_room_before_their_rows_are_born_and_give_it_back_when_they_are_not() {
+fn prefetched_plans_reserve_and_release_budget() {
     let (budget, one, other) = pair(100);
     let ids: Vec<Id> = (0..100).collect();
     let plan = one.plan(&ids, PlanMode::TRAIN_PREFETCH).expect("a plan");

@@ -140,8 +140,9 @@ fn table(tiers: Tiers, policy: PolicyKind, optimizer: OptimizerKind) -> TableCon
     wanted
 }
 
+/// The snapshot has the rows from before the exclusive change that places and updates them.
 #[test]
-fn rows_that_are_placed_and_updated_in_one_exclusive_change_are_saved_as_they_were() {
+fn snapshot_keeps_rows_placed_and_updated_exclusively() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     for tiers in [TIERS[2], TIERS[5]] {
         let rig = Rig::open(table(tiers, PolicyKind::Lru, OptimizerKind::Sgd), Arc::clone(&engine)).unwrap();
@@ -168,8 +169,9 @@ fn rows_that_are_placed_and_updated_in_one_exclusive_change_are_saved_as_they_we
     }
 }
 
+/// A snapshot has its rows after any change of the table, and changes nothing in the table.
 #[test]
-fn a_moment_has_its_rows_and_changes_nothing_whatever_is_done_before_they_are_handed_over() {
+fn snapshot_has_its_rows_after_any_change() {
     let policies = PolicyKind::ALL;
     // One optimizer of each layout of slots.
     let optimizers = [

@@ -119,7 +119,7 @@ fn disturb(ranks: &[Rig], round: usize) {
 }
 
 #[test]
-fn the_counts_of_a_chain_are_those_of_the_tables_that_saved_it_whatever_ranks_load_it() {
+fn counts_of_chain_equal_saved_tables_for_any_ranks() {
     for (number, admission) in rules().into_iter().enumerate() {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let saved = ranks(&engine, 2, admission, "saved");

@@ -78,8 +78,9 @@ fn resumed(image: &MemoryEngine) -> (Vec<Rig>, BaseCheckpoint) {
     (rigs, base)
 }
 
+/// A delta is stopped at every operation, while the tables train.
 #[test]
-fn a_stop_at_every_operation_of_a_delta_beside_training_keeps_the_chain_and_the_next_delta_is_right() {
+fn stopped_async_delta_keeps_chain_and_next_delta_is_right() {
     let all = rigs();
     train_all(&all, 0);
     let (mut stops, mut kept, mut replaced) = (0, 0, 0);

@@ -140,7 +140,7 @@ pub(crate) fn train_all(rigs: &[Rig], salt: Id) {
 }
 
 #[test]
-fn the_files_are_those_of_a_blocking_save_at_the_moment_whatever_is_trained_meanwhile() {
+fn async_save_files_equal_blocking_save_despite_training() {
     let rigs = trained();
     let (before, beside) = (memory(), memory());
     let engine = |memory: &MemoryEngine| Arc::new(memory.clone()) as Arc<dyn IoEngine>;
@@ -154,8 +154,9 @@ fn the_files_are_those_of_a_blocking_save_at_the_moment_whatever_is_trained_mean
     assert!(before.len() >= 5 && before == beside, "the same bytes");
 }
 
+/// A save is stopped at every operation. Training continues.
 #[test]
-fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one_and_training_goes_on() {
+fn stopped_async_save_leaves_old_or_new_checkpoint() {
     let (mut stops, mut kept, mut replaced) = (0, 0, 0);
     let all = trained();
     loop {
@@ -192,8 +193,9 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one_and_traini
     assert!(stops > 30 && kept > 60 && replaced > 0, "{stops} stops, {kept} kept, {replaced} replaced");
 }
 
+/// A failed operation fails the save with a typed error. Training and the old checkpoint are not affected.
 #[test]
-fn a_failed_operation_fails_the_save_typed_and_neither_training_nor_the_old_checkpoint() {
+fn failed_operation_fails_only_the_async_save() {
     let all = trained();
     for operation in [IoOperation::Create, IoOperation::Write, IoOperation::Sync, IoOperation::Rename] {
         let mut passing = 0;

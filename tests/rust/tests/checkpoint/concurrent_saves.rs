@@ -90,8 +90,9 @@ fn saves_and_parts_that_begin_while_others_sweep_are_not_swept() {
     assert_eq!(load(&engine, root, 1).expect("loaded"), tables(1));
 }
 
+/// A checkpoint that is being read, and its base checkpoints, are removed by a later save only.
 #[test]
-fn what_is_being_read_and_what_that_builds_on_is_removed_by_a_later_save() {
+fn chain_being_read_is_removed_by_later_save() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let root = Path::new(ROOT);
     let tables = |salt| vec![Table::new("m", "a", RowWiseAdagrad, 4, &[1, 2, 3], salt)];
@@ -115,7 +116,7 @@ fn what_is_being_read_and_what_that_builds_on_is_removed_by_a_later_save() {
 }
 
 #[test]
-fn no_error_of_the_system_removes_what_a_checkpoint_that_is_being_read_builds_on() {
+fn os_error_never_removes_bases_of_checkpoint_being_read() {
     let disk = memory();
     let root = Path::new(ROOT);
     let tables = |salt| vec![Table::new("m", "a", RowWiseAdagrad, 4, &[1, 2, 3], salt)];

@@ -70,7 +70,7 @@ fn the_first_save_to_a_directory_is_there_as_a_whole_or_not_at_all() {
 }
 
 #[test]
-fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself() {
+fn save_without_latest_keeps_complete_checkpoints_until_done() {
     let latest = Path::new(ROOT).join("LATEST");
     // LATEST is missing, is corrupted, or names a checkpoint that does not exist.
     for now in [None, Some("000"), Some("0000000009-0123456789abcdef\n")] {
@@ -108,7 +108,7 @@ fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself(
 }
 
 #[test]
-fn a_failed_operation_fails_the_save_typed_and_the_old_checkpoint_stays() {
+fn failed_operation_fails_save_and_keeps_old_checkpoint() {
     for operation in [
         IoOperation::Create,
         IoOperation::Write,
@@ -241,7 +241,7 @@ fn stop_everywhere(
 }
 
 #[test]
-fn a_stop_at_every_operation_of_a_delta_leaves_the_chain_as_it_was_or_one_longer() {
+fn stopped_delta_leaves_old_chain_or_one_longer() {
     let versions = versions(3);
     let (stops, kept) = stop_everywhere(2, 2, |engine| {
         let parent = newest_identity(engine)?;

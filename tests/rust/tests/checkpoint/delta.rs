@@ -184,8 +184,9 @@ fn a_delta_on_what_is_no_longer_the_newest_is_not_published() {
     assert_eq!(load(&engine, root(), 2).expect("loaded"), versions[2]);
 }
 
+/// A delta of other tables than its parent's is not published. A delta of the same tables with other settings loads.
 #[test]
-fn a_delta_of_other_tables_than_its_parents_is_not_published_and_one_of_other_settings_loads() {
+fn delta_of_other_tables_is_not_published() {
     let versions = versions(2);
     let (_, engine) = in_memory();
     let saved = save_chain(&engine, &versions[..1], &[1]);
@@ -293,8 +294,9 @@ fn a_merged_parent_of_a_higher_number_stays_as_long_as_its_delta() {
     }
 }
 
+/// If the base of a checkpoint cannot be read, no complete checkpoint is removed.
 #[test]
-fn where_it_cannot_be_told_what_one_builds_on_nothing_complete_is_removed() {
+fn unknown_base_keeps_all_complete_checkpoints() {
     let versions = versions(3);
     let (memory, engine) = in_memory();
     let saved = save_chain(&engine, &versions, &[1]);

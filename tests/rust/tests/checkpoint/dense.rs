@@ -215,7 +215,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one() {
 }
 
 #[test]
-fn a_failed_write_fails_the_part_and_parts_that_are_held_are_not_swept() {
+fn failed_write_fails_part_and_held_parts_are_kept() {
     let disk = memory();
     let plain: Arc<dyn IoEngine> = Arc::new(disk.clone());
     for large in [60_000, 9 << 20] {

@@ -73,8 +73,9 @@ pub(crate) fn snapshot_dir(published: &PublishedCheckpoint) -> PathBuf {
     Path::new(ROOT).join(published.latest.to_string()).join("m+t")
 }
 
+/// After a stop at every operation, there is the previous checkpoint or the linked one, and the tier has its flush.
 #[test]
-fn a_stop_at_every_operation_leaves_the_checkpoint_before_or_the_snapshot_and_the_tier_its_flush() {
+fn stopped_linked_save_leaves_old_or_new_checkpoint() {
     let (mut stops, mut kept, mut replaced) = (0, 0, 0);
     loop {
         let memory = memory();
@@ -118,8 +119,9 @@ fn a_stop_at_every_operation_leaves_the_checkpoint_before_or_the_snapshot_and_th
     assert!(stops > 25 && kept > 50 && replaced > 3, "{stops} stops, {kept} kept, {replaced} replaced");
 }
 
+/// Later changes of the table change no bit of its linked checkpoint, also after the table is resumed.
 #[test]
-fn what_the_table_does_afterwards_changes_no_bit_of_the_snapshot_also_when_resumed() {
+fn later_table_changes_leave_linked_checkpoint_intact() {
     let memory = memory();
     let engine = FaultEngine::new(Arc::new(memory));
     let shared: Arc<dyn IoEngine> = Arc::new(engine.clone());
@@ -213,7 +215,7 @@ fn other_links_failures_fail_the_save_and_the_table_trains_on() {
 }
 
 #[test]
-fn a_flipped_bit_is_found_before_a_table_is_opened_or_when_its_record_is_read() {
+fn flipped_bit_is_detected_at_open_or_record_read() {
     let memory = memory();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
     let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&engine)).expect("opened");
@@ -243,7 +245,7 @@ fn a_flipped_bit_is_found_before_a_table_is_opened_or_when_its_record_is_read() 
 }
 
 #[test]
-fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
+fn other_ranks_are_rejected_with_remedy() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&engine)).expect("opened");
     train(&rig, 0..10);

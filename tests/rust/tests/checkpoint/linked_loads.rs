@@ -13,8 +13,9 @@ use embcache_tests::linked::{TIER, save, table_config, train};
 
 use crate::linked::{contents, open, read, segments, snapshot_dir};
 
+/// After a stop at every operation of a load, the linked checkpoint is intact, and the tier has one state or none.
 #[test]
-fn a_stop_at_every_operation_of_a_load_leaves_the_snapshot_whole_and_the_tier_one_state_or_none() {
+fn stopped_linked_load_leaves_checkpoint_and_tier_intact() {
     let (mut stops, mut before, mut loaded, mut none) = (0, 0, 0, 0);
     loop {
         let memory = memory();

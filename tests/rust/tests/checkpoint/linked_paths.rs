@@ -113,7 +113,7 @@ fn table_dir(root: &Path) -> PathBuf {
 }
 
 #[test]
-fn a_checkpoints_directory_swapped_for_a_link_gets_no_segment_elsewhere() {
+fn symlinked_checkpoint_directory_gets_no_segment() {
     let fixture = Fixture::new();
     let rig = fixture.trained();
     let moved = fixture.base.path().join("moved");
@@ -170,7 +170,7 @@ fn what_takes_the_name_of_a_segment_is_not_linked() {
 }
 
 #[test]
-fn whatever_stands_in_the_place_of_a_linked_segment_is_refused_at_once() {
+fn substituted_linked_segment_is_rejected_at_once() {
     let fixture = Fixture::new();
     let rig = fixture.trained();
     fixture.save(&rig.table).expect("saved");

@@ -86,7 +86,7 @@ fn files(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 }
 
 #[test]
-fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place() {
+fn save_stays_in_checked_directory_after_symlink_swap() {
     for stage in 0..4 {
         let fixture = Fixture::new();
         let directory = fixture.directory();
@@ -120,7 +120,7 @@ fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place(
 }
 
 #[test]
-fn a_part_is_taken_from_the_directory_that_was_checked_when_a_link_takes_its_place() {
+fn part_is_read_from_checked_directory_after_symlink_swap() {
     // If each rank saves separately, its checkpoints are stored in the directory of the parts.
     for lies_in_it in [false, true] {
         let fixture = Fixture::new();
@@ -224,8 +224,9 @@ fn exchanging_the_directory_all_the_time_never_leads_a_save_elsewhere() {
     fixture.assert_victim_untouched();
 }
 
+/// A symbolic link in a checkpoint is not followed, and a pipe is not waited for.
 #[test]
-fn what_lies_in_a_checkpoint_is_not_followed_when_it_is_a_link_and_not_waited_for_when_it_is_a_pipe() {
+fn links_and_pipes_in_checkpoint_are_not_opened() {
     let fixture = Fixture::new();
     let tables = [table()];
     save(&fixture.engine(), &fixture.root, &tables, 1, 1000, 1).unwrap();
@@ -306,7 +307,7 @@ fn the_lock_of_a_save_is_not_taken_through_a_link() {
 }
 
 #[test]
-fn paths_that_lead_out_of_the_directory_by_a_link_are_refused_by_every_operation() {
+fn every_operation_rejects_links_out_of_directory() {
     let fixture = Fixture::new();
     let engine = fixture.engine();
     fs::write(fixture.victim.join("file"), "here").unwrap();

@@ -60,7 +60,7 @@ fn save(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize) {
 }
 
 #[test]
-fn a_chain_loads_into_any_tiers_as_the_tables_were_when_its_last_link_was_saved() {
+fn chain_loads_tables_of_its_last_save_into_any_tiers() {
     for (dim, optimizer) in
         [(16, OptimizerKind::Adam), (5, OptimizerKind::RowWiseAdagrad), (7, OptimizerKind::PartialRowWiseAdam)]
     {
@@ -174,7 +174,7 @@ impl GroupSink for Reading<'_> {
 }
 
 #[test]
-fn an_export_gives_every_row_once_while_lookups_move_rows_between_tiers() {
+fn export_has_every_row_once_while_rows_change_tiers() {
     for kind in 0..3 {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         // The tiers are those of rank `kind` of three.

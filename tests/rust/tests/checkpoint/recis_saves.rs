@@ -18,8 +18,9 @@ fn saves(engine: &dyn IoEngine) -> Vec<PathBuf> {
     entries.into_iter().filter(|entry| entry.to_string_lossy().contains("/blocks-")).collect()
 }
 
+/// Each shard reads its own buckets of a save by any number of shards.
 #[test]
-fn what_any_number_of_shards_saved_is_read_by_any_and_each_reads_its_own_buckets() {
+fn any_shards_read_saves_of_any_other_number_of_shards() {
     for count in [1, 2, 3] {
         let engine = memory();
         save(engine.clone(), count, 5).expect("saved");
@@ -199,8 +200,9 @@ fn a_shard_joins_the_save_that_waits_for_it_and_saw_its_steps() {
     assert_eq!(begin(&engine, 0, 7, &RecisJoinMode::Named(name.to_string()), 0).expect("the same").name(), name);
 }
 
+/// An older save is not published over a newer one. Shards that do not form one table are rejected.
 #[test]
-fn an_older_save_is_not_published_over_a_newer_one_and_shards_must_make_one_table() {
+fn older_save_is_not_published_over_newer_one() {
     let engine = with_first();
     let shards = [0, 1].map(|index| RecisShard { index, count: 2 });
     let old = shards.map(|shard| begin(&engine, shard.index, 5, &RecisJoinMode::NewestOrNew, 60).expect("begun"));

@@ -88,7 +88,7 @@ fn what_an_abandoned_save_left_is_swept_but_not_a_save_under_way() {
 }
 
 #[test]
-fn the_safetensors_library_alone_reads_the_files_and_direct_io_could_write_them() {
+fn safetensors_reads_files_and_direct_io_could_write_them() {
     let dir = tempfile::tempdir().expect("a directory");
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
     let table = Table::new("m", "t", Adam, 3, &(0..1000).collect::<Vec<Id>>(), 1);

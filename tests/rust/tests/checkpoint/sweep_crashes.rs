@@ -98,7 +98,7 @@ fn check(image: MemoryEngine, run: &Run, expected: &[Contents], context: &str) {
 }
 
 #[test]
-fn a_stop_at_an_operation_of_saves_amid_sweeps_leaves_the_save_before_or_the_new_one() {
+fn stopped_save_during_sweeps_leaves_old_or_new_save() {
     let every = std::env::var("EMBCACHE_CRASH_EVERY").map_or(3, |text| text.parse().expect("a number"));
     let expected = expected();
     assert!(expected.windows(2).all(|saves| saves[0].keys().any(|id| !saves[1].contains_key(id))), "rows leave");

@@ -95,7 +95,7 @@ fn check_lives(chain: &CheckpointChain, ids: &BTreeSet<Id>, rows: &Contents) -> 
 }
 
 #[test]
-fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
+fn chain_with_sweeps_equals_saved_tables_for_any_ranks() {
     for (number, rule) in rules().iter().enumerate() {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let saved = ranks(&engine, 2, rule, 4, "saved");
@@ -160,8 +160,9 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
     }
 }
 
+/// Each sweep of the chain has its own threshold.
 #[test]
-fn a_chain_whose_sweeps_each_have_a_cut_of_their_own_is_the_tables_that_saved_it() {
+fn chain_with_different_thresholds_equals_saved_tables() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = ranks(&engine, 2, &EvictionRule::PerSweep, 0, "saved");
     let decay = ScoreDecay::new(16).expect("in range");
@@ -235,7 +236,7 @@ fn rows_that_a_sweep_takes_cost_a_delta_nothing_each() {
 }
 
 #[test]
-fn a_delta_does_not_build_on_anything_while_a_sweep_spares_rows_of_a_batch() {
+fn delta_has_no_base_while_sweep_defers_rows_of_batch() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = ranks(&engine, 1, &EvictionRule::Unused { steps: 2 }, 1, "saved");
     let rig = &saved[0];

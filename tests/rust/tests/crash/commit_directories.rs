@@ -177,7 +177,7 @@ fn a_flush_goes_on_after_an_error_at_any_operation_on_the_marks() {
 }
 
 #[test]
-fn a_coordinator_that_is_not_there_or_is_another_is_an_error_that_names_it() {
+fn missing_or_other_coordinator_is_error_naming_it() {
     let memory = disk();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
     let (first, second) = (root(&engine, 0), root(&engine, 1));

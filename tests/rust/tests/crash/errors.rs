@@ -173,19 +173,19 @@ fn one_bad_read(kinds: Kinds, fault: IoFault, step: usize) {
 }
 
 #[test]
-fn a_read_that_fails_once_is_told_to_whoever_asked_and_changes_nothing() {
+fn failed_read_is_reported_and_changes_nothing() {
     one_bad_read(ROOMY, IoFault::Fail(libc::EIO), 17);
     one_bad_read(DEVICE, IoFault::Fail(libc::EIO), 17);
     one_bad_read(SWEPT, IoFault::Fail(libc::EIO), 17);
 }
 
 #[test]
-fn a_read_that_is_short_once_is_told_to_whoever_asked_and_changes_nothing() {
+fn short_read_is_reported_and_changes_nothing() {
     one_bad_read(ROOMY, IoFault::Tear(libc::EIO), 17);
 }
 
 #[test]
-fn a_read_with_a_wrong_bit_is_told_to_whoever_asked_and_changes_nothing() {
+fn corrupt_read_is_reported_and_changes_nothing() {
     one_bad_read(ROOMY, IoFault::Flip, 7);
     one_bad_read(DEVICE, IoFault::Flip, 7);
     one_bad_read(SWEPT, IoFault::Flip, 7);

@@ -253,11 +253,11 @@ fn kill_again_and_again(name: &str) {
 }
 
 #[test]
-fn killed_again_and_again_on_io_uring_the_last_flush_and_the_last_save_are_whole() {
+fn repeated_kills_on_io_uring_keep_last_flush_and_save() {
     kill_again_and_again("uring");
 }
 
 #[test]
-fn killed_again_and_again_on_pread_the_last_flush_and_the_last_save_are_whole() {
+fn repeated_kills_on_pread_keep_last_flush_and_save() {
     kill_again_and_again("pread");
 }

@@ -72,7 +72,7 @@ pub(crate) fn limit(files: &Files) -> usize {
 }
 
 #[test]
-fn no_number_of_a_manifest_makes_a_load_allocate_more_than_the_files_are_large() {
+fn manifest_numbers_never_allocate_more_than_file_sizes() {
     let (_, whole) = open(seed());
     assert!(whole > 0);
     let mut refused = 0;
@@ -107,7 +107,7 @@ fn no_number_of_a_manifest_makes_a_load_allocate_more_than_the_files_are_large()
 }
 
 #[test]
-fn no_number_of_a_safetensors_header_makes_a_load_allocate_more_than_the_file_is_large() {
+fn header_numbers_never_allocate_more_than_file_size() {
     let data: Vec<PathBuf> = seed().keys().filter(|path| is_data(path)).cloned().collect();
     let mut seen = 0;
     for path in [&data[0], data.last().unwrap()] {

@@ -226,7 +226,7 @@ fn load(files: &Files, original: bool) -> TestCaseResult {
 }
 
 #[test]
-fn a_checkpoint_whose_files_were_changed_is_refused_or_gives_what_was_saved() {
+fn changed_checkpoint_is_rejected_or_loads_saved_rows() {
     fuzz(&steps(), |steps| {
         let mut files = seed().clone();
         apply(&mut files, &steps, json);
@@ -234,8 +234,9 @@ fn a_checkpoint_whose_files_were_changed_is_refused_or_gives_what_was_saved() {
     });
 }
 
+/// The files are changed, and their checksums are fixed.
 #[test]
-fn a_checkpoint_whose_files_were_changed_and_sealed_again_is_refused_or_loads_without_a_panic() {
+fn resealed_checkpoint_is_rejected_or_loads_without_panic() {
     fuzz(&steps(), |steps| {
         let mut files = seed().clone();
         apply(&mut files, &steps, json);

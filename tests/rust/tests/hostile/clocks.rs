@@ -89,8 +89,9 @@ fn damages() -> Vec<Value> {
     texts.iter().map(|&text| text.into()).chain(others).collect()
 }
 
+/// An impossible step clock is corruption in each manifest that has one.
 #[test]
-fn a_step_clock_that_cannot_be_right_is_damage_wherever_it_is_and_no_table_changes() {
+fn impossible_step_clock_is_corruption_and_no_table_changes() {
     let rig = table();
     let state = || (rig.contents().unwrap(), rig.table.step().unwrap(), rig.table.clock().unwrap());
     let before = state();

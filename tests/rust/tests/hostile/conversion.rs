@@ -69,8 +69,9 @@ fn with(both: bool, change: impl Fn(&mut Value)) -> Files {
     files
 }
 
+/// A serving checkpoint that contradicts itself or its files is corrupted.
 #[test]
-fn a_serving_checkpoint_that_contradicts_itself_or_its_files_is_damage() {
+fn contradictory_serving_checkpoint_is_corruption() {
     type Change = Box<dyn Fn(&mut Value)>;
     let spec = |field: &'static str, to: Value| -> Change {
         Box::new(move |manifest| manifest["tables"][0]["spec"][field] = to.clone())

@@ -86,8 +86,9 @@ fn assert_served(what: &str, files: &Files, rows: &Served) {
     }
 }
 
+/// The seed's delta is served, and so is a delta that differs from it only in parts that are not served.
 #[test]
-fn the_delta_of_the_seed_is_served_and_so_is_what_differs_in_nothing_that_is_served() {
+fn seed_delta_and_equivalent_deltas_are_served() {
     assert_served("the seed", &seed().delta, &truth(false));
     let other_seed = with_manifests(|manifest| manifest["tables"][0]["spec"]["seed"] = json!(3));
     assert_served("births", &other_seed, &truth(false));
@@ -221,7 +222,7 @@ fn a_delta_whose_data_files_lie_is_refused() {
 }
 
 #[test]
-fn a_delta_that_lies_about_the_number_of_its_rows_serves_the_rows_that_there_are_or_is_refused() {
+fn false_row_count_serves_actual_rows_or_is_rejected() {
     for more in [1, -1, 1 << 50] {
         let met = meet(&with(|files| miscount(files, more)));
         for found in [met.polled, met.opened] {
@@ -238,7 +239,7 @@ fn a_delta_that_lies_about_the_number_of_its_rows_serves_the_rows_that_there_are
 }
 
 #[test]
-fn rules_of_eviction_that_make_no_sense_are_refused_or_do_what_they_say() {
+fn invalid_eviction_rules_are_rejected_or_applied_literally() {
     let last = u64::MAX;
     let rule = |rule: Value| json!([{"step": last, "rule": rule}]);
     let nested = |levels: usize| (0..levels).fold(json!({"last_step": last}), |inner, _| json!({"any": [inner]}));
@@ -279,8 +280,9 @@ fn rules_of_eviction_that_make_no_sense_are_refused_or_do_what_they_say() {
     }
 }
 
+/// Two sweeps expire the same rows for every reader, also if the later sweep alone would expire fewer rows.
 #[test]
-fn two_sweeps_of_which_the_later_one_takes_fewer_rows_take_the_same_rows_whoever_reads_them() {
+fn two_sweeps_expire_same_rows_for_every_reader() {
     let taken = truth(true)[0].len() as i64 - truth(false)[0].len() as i64;
     let sweep = |below: f64| json!({"step": u64::MAX, "rule": {"norm_below": below}});
     for (one, other) in [(1e9, 0.0), (-1e9, 0.0)] {

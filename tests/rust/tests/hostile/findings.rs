@@ -76,7 +76,7 @@ fn a_state_of_another_format_is_refused() {
 }
 
 #[test]
-fn files_whose_names_only_look_like_the_tiers_are_neither_read_nor_removed() {
+fn files_with_similar_names_are_not_read_or_removed() {
     let mut files = seed().clone();
     let strange = ["+00000000000000a.seg", "00000000000000AB.seg", "+00000000000000a.state", "000000000000000A.state"];
     let dir = files.keys().next().unwrap().parent().unwrap().to_owned();

@@ -49,7 +49,7 @@ fn open(files: &Files) -> (Result<(), Error>, usize) {
 }
 
 #[test]
-fn no_number_of_a_shards_manifest_makes_a_load_allocate_more_than_the_files_are_large() {
+fn shard_manifest_numbers_never_allocate_more_than_file_sizes() {
     let mut sealed = seed().clone();
     reseal(&mut sealed);
     open(&sealed).0.expect("it is whole");

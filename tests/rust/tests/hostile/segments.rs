@@ -166,7 +166,7 @@ fn load(files: &Files, original: bool) -> TestCaseResult {
 }
 
 #[test]
-fn a_snapshot_whose_files_were_changed_is_refused_or_gives_what_was_saved() {
+fn changed_snapshot_is_rejected_or_loads_saved_rows() {
     fuzz(&steps(), |steps| {
         let mut files = seed().0.clone();
         apply(&mut files, &steps, json);
@@ -174,8 +174,9 @@ fn a_snapshot_whose_files_were_changed_is_refused_or_gives_what_was_saved() {
     });
 }
 
+/// The files are changed, and their checksums are fixed.
 #[test]
-fn a_snapshot_whose_files_were_changed_and_sealed_again_is_refused_or_works_without_a_panic() {
+fn resealed_snapshot_is_rejected_or_works_without_panic() {
     fuzz(&(steps(), any::<bool>()), |(steps, sorted)| {
         let mut files = seed().0.clone();
         let changed = apply(&mut files, &steps, json);
@@ -214,7 +215,7 @@ fn check(files: &Files) -> (bool, usize) {
 }
 
 #[test]
-fn no_number_of_a_list_of_segments_makes_a_load_allocate_more_than_the_files_are_large() {
+fn segment_list_numbers_never_allocate_more_than_file_sizes() {
     let (refused, whole) = check(&seed().0);
     assert!(!refused && whole > 0);
     let path = seed().0.keys().find(|path| is_rank(path) && !is_segment(path)).unwrap();

@@ -186,8 +186,9 @@ pub(crate) fn truth(is_in_delta: bool) -> Served {
     before().into_iter().zip(tables()).map(rows).collect()
 }
 
+/// `LATEST` contains no name, or the name of a checkpoint that is not newer.
 #[test]
-fn a_name_in_latest_that_is_none_or_of_no_newer_checkpoint_leaves_what_is_served() {
+fn latest_without_newer_checkpoint_keeps_served_version() {
     let engine = engine_of(&seed().delta);
     let serving = open(&engine).unwrap();
     let latest = Path::new(ROOT).join("LATEST");
@@ -213,7 +214,7 @@ fn a_name_in_latest_that_is_none_or_of_no_newer_checkpoint_leaves_what_is_served
 }
 
 #[test]
-fn no_number_of_a_deltas_manifests_makes_a_server_allocate_more_than_the_files_are_large() {
+fn delta_manifest_numbers_never_allocate_more_than_file_sizes() {
     let (mut refused, mut served) = (0, 0);
     for path in of_delta(&seed().delta, false) {
         let mut pointers = Vec::new();
@@ -243,7 +244,7 @@ fn no_number_of_a_deltas_manifests_makes_a_server_allocate_more_than_the_files_a
 }
 
 #[test]
-fn a_delta_that_was_changed_and_sealed_again_is_refused_or_is_the_same_to_all_servers() {
+fn resealed_delta_is_rejected_or_same_for_all_servers() {
     fuzz(&steps(), |steps| {
         let (mut delta, others): (Files, Files) =
             seed().delta.clone().into_iter().partition(|(path, _)| is_of_delta(path) || path.ends_with("LATEST"));

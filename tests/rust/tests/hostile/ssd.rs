@@ -264,7 +264,7 @@ pub(crate) fn files_after_use(before: &Files) -> Files {
 }
 
 #[test]
-fn a_tier_whose_files_were_changed_is_refused_or_serves_what_was_written() {
+fn changed_tier_is_rejected_or_serves_written_rows() {
     fuzz(&(steps(), prop::option::of(0..4_u64)), |(steps, token)| {
         let mut files = seed().clone();
         apply(&mut files, &steps, json);
@@ -272,8 +272,9 @@ fn a_tier_whose_files_were_changed_is_refused_or_serves_what_was_written() {
     });
 }
 
+/// The files are changed, and their checksums are fixed.
 #[test]
-fn a_tier_whose_files_were_changed_and_sealed_again_is_refused_or_works_without_a_panic() {
+fn resealed_tier_is_rejected_or_works_without_panic() {
     fuzz(&(steps(), prop::option::of(0..4_u64), any::<bool>()), |(steps, token, sorted)| {
         let mut files = seed().clone();
         let changed = apply(&mut files, &steps, json);

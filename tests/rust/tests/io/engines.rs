@@ -290,7 +290,7 @@ fn files_and_directories_appear_move_and_go() {
 }
 
 #[test]
-fn what_is_missing_or_in_the_way_is_a_storage_error_with_errno_and_path() {
+fn missing_or_blocked_path_is_storage_error_with_errno() {
     on_every_engine(|fixture| {
         let engine = &*fixture.engine;
         write_atomically(engine, &fixture.path("a"), b"x").unwrap();
@@ -426,7 +426,7 @@ fn a_path_that_cannot_be_looked_at_is_not_taken_for_absent() {
 }
 
 #[test]
-fn a_read_of_a_disk_says_how_long_it_took_and_one_of_memory_took_no_time() {
+fn disk_read_reports_its_time_and_memory_read_reports_zero() {
     on_every_engine(|fixture| {
         let (file, _) = fixture.filled("a", 100_000);
         let reads: Vec<IoReadRequest> =

@@ -169,7 +169,7 @@ fn a_held_operation_goes_on_when_it_is_released() {
 }
 
 #[test]
-fn a_panic_of_a_thread_that_reads_ends_its_reads_with_an_error_and_strands_nobody() {
+fn panic_in_read_thread_fails_its_reads_and_no_thread_hangs() {
     watched(String::new, || {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows");

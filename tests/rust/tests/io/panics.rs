@@ -58,7 +58,7 @@ fn read(engine: &PsyncEngine, offsets: &[u64]) -> Vec<Result<u8>> {
 }
 
 #[test]
-fn a_panic_in_a_thread_that_reads_is_an_error_of_its_reads_and_the_others_come() {
+fn panic_in_read_thread_fails_its_reads_and_others_complete() {
     let offsets: Vec<u64> = (0..400).map(|read| read * 100).collect();
     let engine = PsyncEngine::default();
     watched(String::new, || {

@@ -224,7 +224,7 @@ fn ids_that_wait_take_no_room_of_rows() {
 }
 
 #[test]
-fn an_id_that_is_not_admitted_reads_what_was_asked_for_and_is_not_trained() {
+fn id_not_admitted_reads_configured_value_and_is_not_trained() {
     for tiers in 0..3 {
         for (not_admitted, expected) in
             [(MissingRead::Zeros, Some(0.0)), (MissingRead::Value(0.25), Some(0.25)), (MissingRead::Initial, None)]
@@ -461,7 +461,7 @@ fn numbers_out_of_range_are_refused() {
 }
 
 #[test]
-fn refused_ids_train_the_shared_row_once_its_sums_are_said_and_not_before() {
+fn rejected_ids_train_oov_row_only_after_sums_are_given() {
     for device_rows in [None, Some(64)] {
         let shared = TableConfig {
             admission: AdmissionRule::ReadOnly,

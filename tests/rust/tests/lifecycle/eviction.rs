@@ -359,8 +359,9 @@ fn the_same_rows_die_for_any_tiers_and_any_lookahead() {
     }
 }
 
+/// A row that a batch pins expires by the first sweep that selects it, for any sweeps that follow.
 #[test]
-fn a_row_that_a_batch_holds_dies_by_the_first_sweep_that_takes_it_whatever_sweeps_follow() {
+fn pinned_row_expires_by_first_sweep_that_selects_it() {
     for number in 0..18 {
         let (tiers, depth) = (number % 3, [0, 1, 4][number / 3 % 3]);
         let mut pair = Pair::new(tiers, &EvictionRule::PerSweep, None, number % 2 == 0);
@@ -377,8 +378,9 @@ fn a_row_that_a_batch_holds_dies_by_the_first_sweep_that_takes_it_whatever_sweep
     }
 }
 
+/// Rows expire in parts before each batch, and all at once for a call that counts the rows.
 #[test]
-fn rows_die_little_by_little_before_each_batch_and_at_once_for_whoever_counts_them() {
+fn rows_expire_gradually_but_counts_are_exact() {
     let rows = 200_000_u64;
     let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
     let wanted = TableConfig { eviction: Some(eviction), ..config(DIM, OptimizerKind::Sgd, 2 * rows) };
@@ -398,7 +400,7 @@ fn rows_die_little_by_little_before_each_batch_and_at_once_for_whoever_counts_th
 }
 
 #[test]
-fn a_row_that_died_is_counted_from_nothing_before_it_is_admitted_again() {
+fn expired_row_counts_from_zero_before_readmission() {
     for tiers in 0..3 {
         let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 2 }, every_steps: NonZeroU64::new(1) };
         let admission = AdmissionRule::Count { threshold: 3, window_steps: None, memory: 1 << 20 };
@@ -419,8 +421,9 @@ fn a_row_that_died_is_counted_from_nothing_before_it_is_admitted_again() {
     }
 }
 
+/// A batch pins a row while a sweep passes its record. The row expires when the batch has ended.
 #[test]
-fn a_row_that_a_batch_held_while_its_record_was_passed_dies_once_the_batch_has_ended() {
+fn row_pinned_when_sweep_passed_expires_after_batch() {
     let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
     // Space for the index of these rows, and for several hundred of them.
     let wanted = TableConfig { host_bytes: 400_000, ..settings(1, Some(eviction)) };

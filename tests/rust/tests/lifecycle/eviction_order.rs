@@ -114,7 +114,7 @@ fn sweeps_take_exactly_the_rows_below_a_place_for_any_tiers() {
 }
 
 #[test]
-fn a_census_counts_parts_of_a_span_and_only_of_the_version_and_the_step_that_are_meant() {
+fn score_histogram_counts_ranges_of_one_version_and_step() {
     for tiers in 0..3 {
         let rig = Rig::with_faults(settings(tiers)).0;
         let ids: Vec<Id> = (-400..400).collect();

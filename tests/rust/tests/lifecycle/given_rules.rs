@@ -36,8 +36,9 @@ fn ids(rig: &Rig) -> BTreeSet<Id> {
     rig.contents().expect("contents").into_keys().collect()
 }
 
+/// A sweep applies the rule that is passed to it. The table sweeps by no other rule.
 #[test]
-fn a_sweep_takes_what_the_rule_says_that_it_is_given_and_the_table_sweeps_by_nothing_else() {
+fn sweep_applies_only_the_given_rule() {
     for tiers in 0..3 {
         let rig = trained(tiers, EvictionRule::PerSweep, 20);
         assert_eq!(ids(&rig).len(), 200, "no sweep is due by itself");
@@ -72,8 +73,9 @@ fn what_was_prefetched_before_the_sweep_is_unseen_after_it() {
     assert_eq!((rows.headers[0].count, rows.headers[1].count), (1, 2), "one was born anew");
 }
 
+/// A rule that is missing, not expected or out of range is rejected, and no row expires.
 #[test]
-fn a_rule_that_is_missing_or_not_asked_for_or_out_of_range_is_refused_and_nothing_leaves() {
+fn missing_unexpected_or_invalid_rule_is_rejected() {
     let given = trained(0, EvictionRule::PerSweep, 3);
     let own = trained(0, EvictionRule::Unused { steps: 50 }, 3);
     let none = Rig::with_faults(config(DIM, OptimizerKind::RowWiseAdagrad, 100)).0;

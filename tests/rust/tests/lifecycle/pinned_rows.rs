@@ -61,8 +61,9 @@ fn is_under_way(rig: &Rig) -> bool {
     rig.table.stats().expect("stats").eviction.expect("a rule").is_sweeping
 }
 
+/// A row that a batch has not yet fetched to the device expires when the batch is released.
 #[test]
-fn a_row_that_a_batch_has_not_brought_to_the_device_dies_once_the_batch_is_released() {
+fn unfetched_row_expires_when_batch_is_released() {
     for rows in [1000, 30_000] {
         let (rig, first) = swept_amid_a_batch(rows);
         rig.evaluate(&[-2], BAG, true).expect("an evaluation");
@@ -75,7 +76,7 @@ fn a_row_that_a_batch_has_not_brought_to_the_device_dies_once_the_batch_is_relea
 }
 
 #[test]
-fn a_row_that_a_batch_is_to_bring_to_the_device_lives_on_for_batches_beside_it() {
+fn row_to_be_fetched_stays_for_concurrent_batches() {
     for rows in [1000, 30_000] {
         let (rig, first) = swept_amid_a_batch(rows);
         let second = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
@@ -123,8 +124,9 @@ fn a_batch_never_reads_a_dead_row_whose_burial_has_failed() {
     assert_eq!(ids_of(&rig), [] as [Id; 0]);
 }
 
+/// A row that no sweep expires stays, also if its weights could not be read at first.
 #[test]
-fn a_row_that_no_sweep_takes_lives_on_where_its_weights_could_not_be_read_at_first() {
+fn retained_row_survives_failed_weight_read() {
     let rig = rig(EvictionRule::NormBelow(0.001), true);
     rig.train(&[1, 2], BAG, 0).expect("a step");
     let before = rig.contents().expect("contents");
@@ -160,7 +162,7 @@ fn a_batch_never_reads_a_dead_row_while_whoever_is_told_is_slow() {
 }
 
 #[test]
-fn rows_that_came_in_while_a_sweep_was_under_way_are_taken_by_a_second_call() {
+fn rows_inserted_during_sweep_expire_by_second_call() {
     for on_device in [false, true] {
         let rig = rig(EvictionRule::Unused { steps: 1 }, on_device);
         rig.train(&[1], BAG, 0).expect("a step");
@@ -222,7 +224,7 @@ fn busy() -> embcache::Result<()> {
 }
 
 #[test]
-fn a_sweep_that_waits_for_another_one_begins_only_where_that_has_ended() {
+fn waiting_sweep_begins_only_after_other_ends() {
     let (rig, held) = held_by_a_sweep_that_reads_the_device();
     let nothing = EvictionRule::Nothing;
     for fails in [true, true, false] {
@@ -263,8 +265,9 @@ fn what_is_prepared_and_never_begun_leaves_the_sweep_before_as_it_was() {
     }
 }
 
+/// A batch never reads a row that an older sweep expired, also if the removal of that row has failed.
 #[test]
-fn a_batch_never_reads_a_row_that_an_older_sweep_took_whose_burial_has_failed() {
+fn expired_row_is_never_read_after_failed_removal() {
     let (rig, held) = held_by_a_sweep_that_reads_the_device();
     rig.table.sweep_with_rule(&EvictionRule::Nothing).expect("a sweep");
     drop(held);
@@ -311,7 +314,7 @@ fn after_many_sweeps_amid_a_batch(below: impl Fn(u32) -> f64) -> (Vec<Id>, usize
 }
 
 #[test]
-fn a_batch_that_never_ends_holds_the_rows_of_a_limited_number_of_sweeps() {
+fn endless_batch_defers_rows_of_limited_number_of_sweeps() {
     assert_eq!(
         after_many_sweeps_amid_a_batch(|number| f64::from(100 + number)),
         (vec![], 1),
@@ -328,7 +331,7 @@ fn a_batch_that_never_ends_holds_the_rows_of_a_limited_number_of_sweeps() {
 }
 
 #[test]
-fn a_table_is_not_full_of_rows_that_a_sweep_has_spared_until_their_batch_ended() {
+fn deferred_rows_do_not_fill_table_after_their_batch() {
     let room = 64;
     let eviction = Some(EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None });
     let small = TableConfig { eviction, ..config(DIM, OptimizerKind::RowWiseAdagrad, room) };
@@ -349,7 +352,7 @@ fn a_table_is_not_full_of_rows_that_a_sweep_has_spared_until_their_batch_ended()
 }
 
 #[test]
-fn a_state_that_is_resumed_knows_whether_a_sweep_was_the_last_that_changed_the_table() {
+fn resumed_state_knows_if_last_change_was_a_sweep() {
     use embcache::config::{ReopenMode, SsdConfig};
 
     let ssd = |reopen| Some(SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen, resume_commit_id: None });
@@ -427,8 +430,9 @@ fn an_evaluation_that_ends_amid_an_export_does_not_end_the_export() {
     }
 }
 
+/// The evaluation ends during an export that no caller reads to its end.
 #[test]
-fn an_evaluation_that_ends_amid_an_export_which_nobody_takes_to_its_end_dies_once_that_is_dropped() {
+fn row_of_ended_evaluation_expires_when_export_is_dropped() {
     let (rig, evaluation) = swept_amid_an_evaluation(false);
     let mut export = rig.table.export(1).expect("an export");
     export.next().expect("a chunk").expect("a row");
@@ -462,8 +466,9 @@ fn a_walk_over_all_rows_does_not_end_where_an_evaluation_ends_amid_it() {
     }
 }
 
+/// An evaluation never reads an expired row that an export has kept. It ends the export.
 #[test]
-fn an_evaluation_never_reads_a_row_that_an_export_has_kept_and_ends_the_export() {
+fn evaluation_ends_export_instead_of_reading_kept_row() {
     for on_device in [false, true] {
         let (rig, evaluation) = swept_amid_an_evaluation(on_device);
         let mut export = rig.table.export(1).expect("an export");

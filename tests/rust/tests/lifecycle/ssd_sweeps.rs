@@ -62,7 +62,7 @@ fn the_dead_stay_few(rig: &Rig, steps: u64, is_dead: impl Fn(Id, u64) -> bool) {
 }
 
 #[test]
-fn a_sweep_after_every_step_comes_to_the_last_segments_of_the_ssd_tier() {
+fn sweep_after_each_step_reaches_last_ssd_segments() {
     // Each row is read, because the rule depends on its score.
     let rig = table(EvictionRule::ScoreBelow(1.0), 600_000);
     let score = |id: Id| if id < OLD { 1e30 } else { 1.0 + (id - OLD) as f32 / 1000.0 };
@@ -72,8 +72,9 @@ fn a_sweep_after_every_step_comes_to_the_last_segments_of_the_ssd_tier() {
     the_dead_stay_few(&rig, 150, |id, step| decay.of(score(id), 0, step) < 1.0);
 }
 
+/// A sweep after every step reaches the SSD tier, although it never completes a pass over RAM.
 #[test]
-fn a_sweep_after_every_step_comes_to_the_ssd_tier_although_it_never_gets_through_ram() {
+fn sweep_after_each_step_reaches_ssd_before_ram_is_done() {
     let rig = table(EvictionRule::Unused { steps: 10 }, 6 << 20);
     // Rows that never expire fill RAM, which has more slots than a slice evaluates. All later rows are on SSD.
     import(&rig, &(1_000_000..1_100_000).map(|id| (id, row(id, 0.0, 1_000_000))).collect());

@@ -53,8 +53,9 @@ fn uses_that_pass(rig: Rig, plan: Plan, mut stream: ExportStream) -> Vec<&'stati
     refused.iter().filter(|(_, refused)| !refused).map(|(what, _)| *what).collect()
 }
 
+/// The process forks while threads are inside the table.
 #[test]
-fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_open_its_own() {
+fn forked_child_gets_typed_errors_and_can_open_own_table() {
     watched(String::new, || {
         let dir = tempfile::tempdir().expect("a directory");
         let faults = FaultEngine::new(Arc::new(PsyncEngine::default()));

@@ -28,7 +28,7 @@ fn other_process() {
 }
 
 #[test]
-fn a_directory_held_by_another_process_is_in_use_by_its_pid_until_it_is_killed() {
+fn locked_directory_is_in_use_by_pid_until_kill() {
     let dir = tempfile::tempdir().unwrap();
     let mut other = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "io::other_process", "--nocapture"])
@@ -74,7 +74,7 @@ fn a_directory_given_up_is_free_although_a_forked_child_lives() {
 }
 
 #[test]
-fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() {
+fn forked_child_holds_no_directory_lock_of_parent() {
     // A process forks a child and exits, while it holds directory locks of both kinds.
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (mut from, mut to) = std::io::pipe().unwrap();
@@ -165,7 +165,7 @@ fn forked(child: impl FnOnce() -> bool) -> i32 {
 }
 
 #[test]
-fn after_a_fork_the_parents_engine_gives_a_state_error_and_does_not_hang() {
+fn engine_of_parent_returns_state_error_after_fork() {
     let mut engines: Vec<Arc<dyn IoEngine>> = vec![Arc::new(PsyncEngine::default())];
     if let Ok(engine) = UringEngine::new(true) {
         engines.push(Arc::new(engine));

@@ -256,7 +256,7 @@ fn rows_that_leave_the_device_when_memory_is_refused_stay_there() {
 }
 
 #[test]
-fn rows_fetched_ahead_for_the_device_when_memory_is_refused_are_still_on_ssd() {
+fn prefetched_rows_stay_on_ssd_when_allocation_fails() {
     run("ahead");
 }
 
@@ -266,6 +266,6 @@ fn admission_counts_take_no_memory_before_there_are_ids() {
 }
 
 #[test]
-fn rows_that_go_to_ssd_when_memory_for_write_buffers_is_refused_are_where_they_were() {
+fn rows_stay_in_place_when_write_buffer_allocation_fails() {
     run("onto");
 }

@@ -121,7 +121,7 @@ fn a_server_reads_what_a_serving_checkpoint_stores() {
 }
 
 #[test]
-fn the_rows_of_a_chain_are_merged_and_read_as_the_precision_stores_them() {
+fn merged_rows_read_as_precision_stores_them() {
     for precision in WeightPrecision::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let (from, tables) = chain(&engine);
@@ -184,8 +184,9 @@ fn rig() -> Rig {
     rig
 }
 
+/// Loads into tables, resharding, merging and conversion reject it with an error that states its purpose.
 #[test]
-fn what_trains_divides_merges_or_converts_refuses_it_and_says_what_it_is_for() {
+fn training_operations_reject_serving_checkpoint() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = Rig::open(config(4, OptimizerKind::RowWiseAdagrad, 1000), Arc::clone(&engine)).expect("opened");
     saved.train(&[5, 6], 1, 1).expect("trained");
@@ -267,7 +268,7 @@ fn what_ids_without_rows_read_comes_along() {
 }
 
 #[test]
-fn a_row_that_the_precision_cannot_hold_is_named_and_nothing_is_published() {
+fn unrepresentable_row_is_named_and_nothing_is_published() {
     let cases = [
         (WeightPrecision::Fp16, 65_520.0),
         (WeightPrecision::Bf16, f32::MAX),
@@ -319,7 +320,7 @@ fn sweeps_and_tombstones_of_the_chain_are_in_it() {
 }
 
 #[test]
-fn after_a_stop_at_any_change_of_the_disk_it_is_there_whole_or_not_at_all() {
+fn stopped_conversion_is_complete_or_absent() {
     let disk = || {
         let memory = memory();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());

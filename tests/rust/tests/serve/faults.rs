@@ -36,7 +36,7 @@ fn open(engine: &Arc<dyn IoEngine>) -> Arc<TableServer> {
 }
 
 #[test]
-fn a_trainer_that_is_killed_at_any_point_of_a_publication_leaves_a_published_version_served() {
+fn killed_publication_keeps_published_version_served() {
     let (before, after) = (tables(1), tables(2));
     let disk = || {
         let memory = memory();
@@ -62,7 +62,7 @@ fn a_trainer_that_is_killed_at_any_point_of_a_publication_leaves_a_published_ver
 }
 
 #[test]
-fn a_server_that_looks_while_a_trainer_publishes_sees_a_published_version() {
+fn poll_during_publication_sees_published_version() {
     let (before, after) = (tables(1), tables(2));
     let (mut same, mut newer) = (0, 0);
     // A server that reads while the trainer works finds the trainer's progress.
@@ -87,7 +87,7 @@ fn a_server_that_looks_while_a_trainer_publishes_sees_a_published_version() {
 }
 
 #[test]
-fn a_delta_whose_parent_was_merged_while_it_was_written_is_served_next() {
+fn delta_on_concurrently_merged_parent_is_served() {
     let versions = versions(4);
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = save_chain(&engine, &versions[..2], &[1]);
@@ -107,8 +107,9 @@ fn a_delta_whose_parent_was_merged_while_it_was_written_is_served_next() {
     check(&serving, &versions[3]);
 }
 
+/// The disk is full or fails while the index is written.
 #[test]
-fn a_disk_that_is_full_or_broken_while_the_index_is_written_only_costs_memory() {
+fn index_write_failure_only_costs_memory() {
     for fault in [IoFault::Fail(ENOSPC), IoFault::Tear(ENOSPC), IoFault::Fail(EIO), IoFault::Flip] {
         for passing in 0.. {
             let memory = memory();
@@ -131,7 +132,7 @@ fn a_disk_that_is_full_or_broken_while_the_index_is_written_only_costs_memory() 
 }
 
 #[test]
-fn a_read_that_fails_while_a_delta_is_opened_leaves_the_version_before() {
+fn failed_read_of_delta_keeps_previous_version() {
     let (before, after) = (tables(1), tables(2));
     for fault in [IoFault::Fail(EIO), IoFault::Flip] {
         for operation in [IoOperation::Read, IoOperation::Open] {

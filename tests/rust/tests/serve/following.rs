@@ -36,8 +36,9 @@ fn served_rig(engine: &Arc<dyn IoEngine>) -> (Rig, embcache_tests::Contents) {
     (rig, rows)
 }
 
+/// The previous checkpoint is served until the linked checkpoint is compacted.
 #[test]
-fn a_linked_checkpoint_leaves_the_one_before_served_until_it_is_compacted() {
+fn linked_checkpoint_is_served_only_after_compaction() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (rig, before) = served_rig(&engine);
     let serving = opened(&engine, Path::new(ROOT), ServeOptions::default());
@@ -77,8 +78,9 @@ fn a_linked_checkpoint_leaves_the_one_before_served_until_it_is_compacted() {
     check_rows(&serving, &rig.contents().expect("exported"));
 }
 
+/// The previous conversion is served until the trainer's linked checkpoint is converted.
 #[test]
-fn a_linked_checkpoint_of_a_trainer_leaves_what_was_converted_served_until_it_is_converted() {
+fn linked_source_checkpoint_is_served_only_after_conversion() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (rig, before) = served_rig(&engine);
     serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Fp32).expect("made");
@@ -114,8 +116,9 @@ fn opened_at(engine: &Arc<dyn IoEngine>, root: &Path, name: &str, newest: &str) 
     serving
 }
 
+/// Checkpoints under the names of others are rejected until they have their own names again.
 #[test]
-fn checkpoints_under_each_others_names_are_refused_until_they_have_their_own() {
+fn checkpoints_with_swapped_names_are_rejected() {
     let (dir, engine, full, identity) = saved_on_disk();
     let (root, mut states, mut parents): (_, _, Vec<CheckpointId>) = (dir.path(), vec![full], vec![identity]);
     for number in 1..4 {

@@ -369,7 +369,7 @@ pub(crate) fn save_sweep(
 }
 
 #[test]
-fn a_row_that_a_sweep_took_does_not_give_way_to_the_one_that_it_had_replaced() {
+fn expired_row_does_not_expose_replaced_version() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let table = |weight: f32, ids: &[Id]| {
         let mut table = Table::new("m", "t", OptimizerKind::Sgd, 2, ids, 1);

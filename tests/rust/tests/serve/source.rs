@@ -149,8 +149,9 @@ fn a_new_chain_of_the_trainer_is_served_when_it_was_converted() {
     assert_eq!(serving.stats().failed_polls, 1);
 }
 
+/// The served directory is missing or corrupted.
 #[test]
-fn a_served_directory_that_is_gone_or_damaged_does_not_stop_the_trainers_deltas() {
+fn lost_served_directory_does_not_stop_source_deltas() {
     for is_gone in [true, false] {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let first = tables(&ids()[..600], 1);
@@ -181,7 +182,7 @@ fn a_served_directory_that_is_gone_or_damaged_does_not_stop_the_trainers_deltas(
 }
 
 #[test]
-fn a_look_that_is_ended_while_it_takes_a_newer_conversion_up_takes_nothing_else_up() {
+fn poll_interrupted_at_conversion_applies_nothing_else() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (first, second) = (tables(&ids()[..600], 1), tables(&ids(), 2));
     let full = save(&engine, root(), &first, 1, 9000, 1).expect("saved").identity;

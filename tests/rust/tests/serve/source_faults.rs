@@ -67,7 +67,7 @@ fn delta(engine: &Arc<dyn IoEngine>, states: (&[Table], &[Table]), random: u64, 
 // ---- corruption
 
 #[test]
-fn a_second_delta_that_is_damaged_anywhere_leaves_the_first_one_served() {
+fn corrupt_second_delta_keeps_first_delta_served() {
     let [first, second, third] = three();
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let full = converted(&engine, &first, WeightPrecision::Int8);
@@ -224,7 +224,7 @@ fn looks_that_fail_keep_no_mapping_no_open_file_and_no_hold() {
 // ---- a disk that fails
 
 #[test]
-fn a_read_that_fails_while_a_trainers_delta_is_opened_leaves_what_was_served() {
+fn failed_read_of_source_delta_keeps_served_version() {
     let [first, second, third] = three();
     let mut hits = BTreeMap::new();
     for fault in [IoFault::Fail(EIO), IoFault::Tear(EIO), IoFault::Flip] {
@@ -260,7 +260,7 @@ fn a_read_that_fails_while_a_trainers_delta_is_opened_leaves_what_was_served() {
 }
 
 #[test]
-fn a_panic_amid_a_look_leaves_what_was_served_and_the_next_look_goes_on() {
+fn panic_during_poll_keeps_served_version_and_next_poll_works() {
     let [first, second, _] = three();
     for operation in [IoOperation::Read, IoOperation::Open] {
         for passing in (0..).step_by(7) {
@@ -287,7 +287,7 @@ fn a_panic_amid_a_look_leaves_what_was_served_and_the_next_look_goes_on() {
 }
 
 #[test]
-fn a_read_that_fails_while_changes_are_merged_leaves_them_beside_the_index() {
+fn failed_read_during_merge_keeps_changes_in_overlay() {
     let ids: Vec<Id> = (0..70_000).map(|n| n * 5 + 2000).collect();
     let table = |weight: f32| {
         let mut table = Table::new("m", "t", OptimizerKind::Sgd, 1, &ids, 1);
@@ -392,7 +392,7 @@ fn a_trainer_that_keeps_one_checkpoint_takes_nothing_away() {
 }
 
 #[test]
-fn a_look_amid_a_save_that_removes_older_checkpoints_sees_a_published_one() {
+fn poll_during_pruning_save_sees_published_checkpoint() {
     let [first, second, third] = three();
     for is_full in [false, true] {
         for stop in 0.. {

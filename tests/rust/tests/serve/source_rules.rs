@@ -122,8 +122,9 @@ fn rules_by_score_that_are_many_are_merged_and_take_the_same_rows() {
     }
 }
 
+/// A rule by norm is rejected in any position, and served when the checkpoint was converted.
 #[test]
-fn a_rule_by_norm_in_any_place_is_refused_and_served_when_it_was_converted() {
+fn norm_rule_is_rejected_until_converted() {
     let every: Vec<Id> = (0..60).collect();
     let norm = || ExpiryRule::NormBelow(1.6);
     let score = || ExpiryRule::ScoreBelow { below: 1.1, half_life: 10 };

@@ -14,8 +14,9 @@ use embcache_tests::watched;
 
 const DIR: &str = "/embcache-room/tier";
 
+/// Every row of the capacity fits and can be rewritten. One more row is rejected before any row of its batch is stored.
 #[test]
-fn every_row_of_the_capacity_fits_and_can_be_rewritten_and_one_more_is_refused_before_any_is_taken() {
+fn capacity_fits_exactly_and_one_more_row_is_rejected() {
     for cap in [256 << 10, 1 << 20] {
         let memory = MemoryEngine::default();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
@@ -42,8 +43,9 @@ fn every_row_of_the_capacity_fits_and_can_be_rewritten_and_one_more_is_refused_b
     }
 }
 
+/// Every row of the capacity fits, for any size of the segments that publishes left.
 #[test]
-fn every_row_of_the_capacity_fits_however_small_the_segments_that_publishes_left() {
+fn capacity_fits_with_small_published_segments() {
     for (cap, dim, most_at_once) in [
         (144 << 10, 8, 7),
         (144 << 10, 8, 1),
@@ -154,7 +156,7 @@ fn evicted_rows_make_room_and_never_come_back() {
 }
 
 #[test]
-fn after_a_full_disk_the_tier_refuses_writes_and_serves_all_it_was_given() {
+fn full_disk_rejects_writes_and_serves_stored_rows() {
     for operation in [IoOperation::Create, IoOperation::Write, IoOperation::Sync] {
         let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
         let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
@@ -232,7 +234,7 @@ fn fetches_appends_and_scans_of_many_tables_at_once_are_right() {
 }
 
 #[test]
-fn an_eviction_that_fails_halfway_says_which_rows_are_gone_and_counts_them() {
+fn partial_eviction_reports_and_counts_evicted_rows() {
     let mut halfway = 0;
     for passing in 0.. {
         let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
@@ -266,7 +268,7 @@ fn an_eviction_that_fails_halfway_says_which_rows_are_gone_and_counts_them() {
 }
 
 #[test]
-fn whoever_waits_for_room_submits_the_reads_that_keep_files_in_the_way() {
+fn waiting_for_space_submits_reads_that_keep_files() {
     watched(String::new, || {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, ReopenMode::Never)).unwrap();
@@ -311,8 +313,9 @@ fn a_fetch_can_be_waited_for_whether_or_not_its_batch_is_submitted() {
     });
 }
 
+/// Rows are evicted in the order of writing. A footer is read once for all rows that leave.
 #[test]
-fn rows_are_evicted_in_the_order_of_writing_and_a_footer_is_read_once_for_all_that_leave() {
+fn rows_are_evicted_in_write_order() {
     let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
     let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
     let (tier, _) = open(&engine, &config(Path::new(DIR), 4 << 20, ReopenMode::Never)).unwrap();

@@ -100,7 +100,7 @@ fn a_file_that_is_cut_longer_or_missing_is_found_on_opening() {
 }
 
 #[test]
-fn a_record_damaged_on_its_way_from_the_disk_is_an_error_that_says_where() {
+fn record_corrupted_in_transfer_is_error_with_location() {
     let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
     let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
     let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();

@@ -242,13 +242,14 @@ fn a_power_cut_at_every_operation_leaves_the_published_states_whole() {
     cut_power(CAP, 1);
 }
 
+/// The power is cut while the tier removes states for their space. The remaining states are intact.
 #[test]
-fn a_power_cut_where_states_are_given_up_for_room_leaves_those_that_were_not_whole() {
+fn power_cut_during_state_removal_keeps_other_states() {
     cut_power(TIGHT_CAP, 3);
 }
 
 #[test]
-fn after_an_error_at_any_operation_the_rows_are_readable_and_the_states_whole() {
+fn error_at_any_operation_keeps_rows_and_states() {
     let mut read_only = 0;
     for passing in 0.. {
         let (memory, fault, engine) = engines();

@@ -45,7 +45,7 @@ fn tier(cap: u64) -> (MemoryEngine, FaultEngine, SsdTier, Vec<Id>) {
 }
 
 #[test]
-fn rows_rewritten_in_whole_segments_are_written_to_the_files_of_those_they_leave() {
+fn rewritten_segments_reuse_files_of_obsolete_ones() {
     const CAP: u64 = 1 << 20;
     let (memory, fault, tier, ids) = tier(CAP);
     let mut held = Versions::new();
@@ -66,7 +66,7 @@ fn rows_rewritten_in_whole_segments_are_written_to_the_files_of_those_they_leave
 }
 
 #[test]
-fn files_that_are_kept_go_when_the_tier_closes_and_are_swept_after_a_kill() {
+fn kept_files_are_removed_at_close_and_after_kill() {
     const CAP: u64 = 1 << 20;
     let (memory, _, tier, ids) = tier(CAP);
     let mut held = Versions::new();

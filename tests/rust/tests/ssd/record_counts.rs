@@ -193,8 +193,9 @@ fn rows_that_change_amid_a_scan_are_no_damage() {
     assert_eq!(tier.rows(), 0);
 }
 
+/// Compaction leaves a segment with corrupted ids in place. The error of the full tier names that segment.
 #[test]
-fn compaction_leaves_a_segment_with_damaged_ids_alone_and_what_is_full_says_so() {
+fn compaction_skips_segment_with_corrupt_ids() {
     watched(String::new, || {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();

@@ -109,7 +109,7 @@ fn rows_of_each_width_are_there_after_moves_and_resumes() {
 }
 
 #[test]
-fn a_tier_that_is_full_of_narrow_records_has_room_for_all_rows_with_the_widest() {
+fn tier_full_of_narrow_records_fits_all_rows_when_wide() {
     watched(String::new, || {
         for publishes in [false, true] {
             let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());

@@ -146,7 +146,7 @@ fn a_directory_is_held_by_one_table_until_it_is_closed() {
 }
 
 #[test]
-fn directories_of_a_wrong_kind_or_mode_are_refused_before_anything_is_written() {
+fn wrong_directory_kind_or_mode_is_rejected_before_writes() {
     let root = tempfile::tempdir().unwrap();
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
     let made = root.path().join("made");
