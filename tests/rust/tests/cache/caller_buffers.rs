@@ -20,7 +20,7 @@ fn open(wanted: &TableConfig) -> Rig {
 }
 
 #[test]
-fn rows_come_to_the_device_from_lent_memory_wherever_they_were() {
+fn rows_of_any_tier_reach_device_through_caller_buffer() {
     let in_ram = TableConfig { device_rows: Some(24), ..config(DIM, OptimizerKind::Adagrad, 300) };
     for wanted in [in_ram, three_tiers(DIM, Some(24), 60, 1 << 20)] {
         let (rig, oracle) = (open(&wanted), open(&wanted));
@@ -50,7 +50,7 @@ fn rows_come_to_the_device_from_lent_memory_wherever_they_were() {
 }
 
 #[test]
-fn rows_in_lent_memory_are_handed_out_to_who_has_that_memory() {
+fn rows_in_caller_buffer_are_returned_only_with_that_buffer() {
     let rig = open(&TableConfig { device_rows: Some(24), ..config(DIM, OptimizerKind::Adagrad, 300) });
     let plan = rig.plan(&[1, 2, 3], PlanMode::TRAIN).expect("a plan");
     let mut lent = vec![0.0; 3 * FLOATS];

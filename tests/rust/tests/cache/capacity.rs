@@ -193,7 +193,7 @@ fn training_ends_an_export_that_waits(device_rows: Option<u32>) {
 }
 
 #[test]
-fn training_near_the_cap_ends_an_export_whose_chunks_nobody_takes() {
+fn training_near_cap_ends_stalled_export() {
     training_ends_an_export_that_waits(None);
 }
 
@@ -204,7 +204,7 @@ fn training_near_cap_ends_stalled_export_with_device_tier() {
 }
 
 #[test]
-fn a_load_into_a_full_table_ends_an_export_whose_chunks_nobody_takes() {
+fn load_into_full_table_ends_stalled_export() {
     watched(String::new, || {
         let (table, rows, stream) = full_with_a_waiting_export(None);
         let contents = table.contents().expect("every row");

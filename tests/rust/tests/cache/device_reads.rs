@@ -295,7 +295,7 @@ fn sweep_by_weights_expires_same_rows_on_device_as_in_ram() {
 /// A row cannot leave the device if the SSD tier accepts no writes. The batch then reads in slots past the budget, and
 /// does not search for other rows to demote.
 #[test]
-fn an_evaluation_beside_a_failed_write_reads_few_rows_from_the_device() {
+fn evaluation_after_failed_write_reads_few_device_rows() {
     watched(String::new, || {
         let (rig, faults) = Rig::with_faults(three_tiers(DIM, Some(12), 60, 1 << 20));
         for step in 0..30 {

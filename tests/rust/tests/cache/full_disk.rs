@@ -25,7 +25,7 @@ fn made(ids: impl Iterator<Item = Id>, version: u32) -> Contents {
 }
 
 /// Returns every row in an asynchronous save.
-fn saved_beside(rig: &Rig) -> Contents {
+fn saved_async(rig: &Rig) -> Contents {
     let engine = Arc::new(MemoryEngine::default());
     let images = Arc::new(PreImages::new(engine, PathBuf::from("/save/images"), 1 << 20, 1));
     let epoch = rig.table.epoch().expect("an epoch");
@@ -48,7 +48,7 @@ fn seen_alike(rig: &Rig) -> Contents {
     let mut rows = rig.contents().expect("every row");
     assert_eq!(rig.table.len().expect("a length"), rows.len() as u64, "len() and an export");
     assert_eq!(rig.table.stats().expect("counters").rows, rows.len() as u64);
-    assert!(saved_beside(rig) == rows, "a save beside training has other rows than an export");
+    assert!(saved_async(rig) == rows, "a save beside training has other rows than an export");
     let ids: Vec<Id> = rows.keys().copied().collect();
     let read = rig.table.read_rows(&ids).expect("every row");
     for (at, (header, bits)) in rows.values().enumerate() {

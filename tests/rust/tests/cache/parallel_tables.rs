@@ -82,7 +82,7 @@ fn contents(rigs: &[Rig]) -> Vec<Contents> {
 }
 
 #[test]
-fn tables_side_by_side_have_the_rows_of_tables_one_after_the_other() {
+fn parallel_tables_have_rows_of_sequential_tables() {
     watched(String::new, || {
         let trained = |threads| {
             let rigs = tables();

@@ -56,7 +56,7 @@ fn dropped_plan_removes_its_new_rows_and_keeps_others() {
 }
 
 #[test]
-fn rows_that_two_plans_are_to_bear_stay_until_the_last_of_them_ends() {
+fn new_rows_of_two_plans_stay_until_both_end() {
     for first_trains in [false, true] {
         for second_trains in [false, true] {
             let (rig, oracle) = (in_ram(), in_ram());
@@ -114,7 +114,7 @@ fn nothing_that_a_plan_has_pinned_is_evicted_by_what_comes_after() {
 }
 
 #[test]
-fn an_error_amid_the_rows_that_come_in_leaves_none_of_them_and_no_pin() {
+fn error_during_insertion_leaves_no_row_and_no_pin() {
     let wide = TableConfig { dim: 512, ..on_ssd(0) };
     let host_bytes = 10_000 * embcache::cache::host_row_bytes(&wide.layout(), wide.policy);
     let (rig, faults) = Rig::with_faults(TableConfig { host_bytes, ..wide });

@@ -249,7 +249,7 @@ fn snapshot_has_its_rows_after_any_change() {
 }
 
 #[test]
-fn one_moment_of_a_table_at_a_time_and_one_that_is_dropped_lets_go() {
+fn table_has_one_snapshot_at_a_time_and_drop_releases_it() {
     for tiers in TIERS {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let mut run = Run::new(table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad), &engine, 1);
@@ -268,7 +268,7 @@ fn one_moment_of_a_table_at_a_time_and_one_that_is_dropped_lets_go() {
 }
 
 #[test]
-fn rows_that_cannot_be_kept_fail_the_moment_and_not_training() {
+fn rows_that_cannot_be_kept_fail_snapshot_and_not_training() {
     for (operation, tiers) in
         [(IoOperation::Create, TIERS[0]), (IoOperation::Write, TIERS[0]), (IoOperation::Write, TIERS[2])]
     {
@@ -292,7 +292,7 @@ fn rows_that_cannot_be_kept_fail_the_moment_and_not_training() {
 /// An append continues in another segment, whose file cannot be created. Its rows in the first segment then count as
 /// missing.
 #[test]
-fn rows_that_a_failed_write_left_on_ssd_are_in_a_moment_once() {
+fn rows_left_on_ssd_by_failed_write_are_in_snapshot_once() {
     let mut half_written = 0;
     for passing in 0..8 {
         let memory: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
@@ -321,7 +321,7 @@ fn rows_that_a_failed_write_left_on_ssd_are_in_a_moment_once() {
 }
 
 #[test]
-fn clearing_and_closing_a_table_wait_for_its_moment() {
+fn clear_and_close_wait_for_snapshot() {
     for close in [false, true] {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let mut run = Run::new(table(TIERS[4], PolicyKind::Lru, OptimizerKind::Adagrad), &engine, 5);
@@ -361,7 +361,7 @@ fn clearing_and_closing_a_table_wait_for_its_moment() {
 /// Rows are written and compacted until all space was used several times. No thread reads the snapshot's rows during
 /// that.
 #[test]
-fn a_full_ssd_tier_goes_on_under_a_moment_that_nobody_reads() {
+fn full_ssd_tier_continues_under_unread_snapshot() {
     for on_full in [OnFull::Error, OnFull::Evict] {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let tiers = Tiers { device_rows: None, host_rows: 40, ssd: Some(2 << 20), on_full };

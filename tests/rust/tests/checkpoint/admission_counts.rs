@@ -185,7 +185,7 @@ fn a_table_that_counts_nothing_loads_and_saves_as_before() {
 }
 
 #[test]
-fn a_save_beside_training_has_the_counts_of_its_moment() {
+fn async_save_has_counts_of_its_snapshot() {
     for (number, admission) in rules().into_iter().enumerate() {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let saved = ranks(&engine, 1, admission, "saved");

@@ -12,7 +12,7 @@ use embcache::types::Id;
 use embcache_tests::checkpoint::{ROOT, memory};
 use embcache_tests::{Rig, directory_in};
 
-use crate::async_saves::{loaded, next_epoch, rigs, rows_of, save_beside, save_blocking, train_all};
+use crate::async_saves::{loaded, next_epoch, rigs, rows_of, save_async, save_blocking, train_all};
 
 /// Changes rows, removes some, and inserts some again.
 fn change(rigs: &[Rig], salt: Id) {
@@ -41,7 +41,7 @@ fn save_full(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> BaseCheckpoint {
 /// Saves the changes since `base` while rows change, and reports the result to the tables.
 fn save_changes(engine: &Arc<dyn IoEngine>, rigs: &[Rig], base: &BaseCheckpoint) -> embcache::Result<BaseCheckpoint> {
     let next_epoch = next_epoch(rigs);
-    let result = save_beside(engine, rigs, Some(base), || change(rigs, 4), || change(rigs, 5), 1);
+    let result = save_async(engine, rigs, Some(base), || change(rigs, 4), || change(rigs, 5), 1);
     let result = result.map(|saved| ancestor(&saved, next_epoch));
     for rig in rigs {
         rig.table.finish_background_save(next_epoch, result.as_ref().ok().cloned());

@@ -67,7 +67,7 @@ pub(crate) fn next_epoch(rigs: &[Rig]) -> u32 {
 
 /// Saves asynchronously, in full or as a delta on `base`. `between` is called after the snapshot was taken, and
 /// `within` after each table.
-pub(crate) fn save_beside(
+pub(crate) fn save_async(
     engine: &Arc<dyn IoEngine>,
     rigs: &[Rig],
     base: Option<&BaseCheckpoint>,
@@ -146,7 +146,7 @@ fn async_save_files_equal_blocking_save_despite_training() {
     let engine = |memory: &MemoryEngine| Arc::new(memory.clone()) as Arc<dyn IoEngine>;
     save_blocking(&engine(&before), &rigs).unwrap();
     let rows = rows_of(&rigs);
-    let saved = save_beside(&engine(&beside), &rigs, None, || train_all(&rigs, 1), || train_all(&rigs, 2), 1).unwrap();
+    let saved = save_async(&engine(&beside), &rigs, None, || train_all(&rigs, 1), || train_all(&rigs, 2), 1).unwrap();
     assert!(rows_of(&rigs) != rows);
     let dir = Path::new(ROOT).join(saved.identity.name);
     let (before, beside) = (files(&before, &dir), files(&beside, &dir));
@@ -169,7 +169,7 @@ fn stopped_async_save_leaves_old_or_new_checkpoint() {
         let faults = FaultEngine::new(Arc::new(memory.clone()));
         faults.hit_change(stops, IoFault::Stop);
         let faulty: Arc<dyn IoEngine> = Arc::new(faults.clone());
-        let result = save_beside(&faulty, &all, None, || train_all(&all, 4), || train_all(&all, 5), 1);
+        let result = save_async(&faulty, &all, None, || train_all(&all, 4), || train_all(&all, 5), 1);
         train_all(&all, 6);
         if !faults.is_stopped() {
             result.unwrap();
@@ -207,7 +207,7 @@ fn failed_operation_fails_only_the_async_save() {
             let faults = FaultEngine::new(Arc::new(memory.clone()));
             faults.hit_once(operation, passing, IoFault::Fail(libc::ENOSPC));
             let faulty: Arc<dyn IoEngine> = Arc::new(faults);
-            let result = save_beside(&faulty, &all, None, || train_all(&all, 7), || train_all(&all, 8), 1);
+            let result = save_async(&faulty, &all, None, || train_all(&all, 7), || train_all(&all, 8), 1);
             train_all(&all, 9);
             let Err(error) = result else { break };
             assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)), "{error}");

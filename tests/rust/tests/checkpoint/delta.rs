@@ -70,7 +70,7 @@ fn a_delta_holds_what_changed_and_says_what_it_builds_on() {
 }
 
 #[test]
-fn a_merged_chain_is_the_full_checkpoint_of_its_last_moment() {
+fn merged_chain_equals_full_checkpoint_of_last_delta() {
     let versions = versions(5);
     for world in [1, 3] {
         let (_, engine) = in_memory();

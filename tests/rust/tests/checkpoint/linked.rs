@@ -159,7 +159,7 @@ fn later_table_changes_leave_linked_checkpoint_intact() {
 }
 
 #[test]
-fn a_table_goes_on_from_a_snapshot_as_if_it_had_never_stopped() {
+fn table_from_snapshot_continues_without_difference() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&engine)).expect("opened");
     train(&rig, 0..10);

@@ -128,7 +128,7 @@ fn symlinked_checkpoint_directory_gets_no_segment() {
 }
 
 #[test]
-fn a_tables_directory_swapped_for_a_link_amid_the_links_is_refused() {
+fn directory_swapped_for_symlink_while_linking_is_rejected() {
     let fixture = Fixture::new();
     let rig = fixture.trained();
     let swap = || {

@@ -54,7 +54,7 @@ fn check(chain: &CheckpointChain, said: MissingRead, what: &str) {
     assert_eq!(reader.spec().missing_read, said, "{what}");
 }
 
-fn save_beside(engine: &Arc<dyn IoEngine>, rig: &Rig) {
+fn save_async(engine: &Arc<dyn IoEngine>, rig: &Rig) {
     let directory = directory_in(engine, ROOT);
     let save = CheckpointSave::begin(&directory, 9).expect("begun");
     let next_epoch = rig.table.epoch().expect("an epoch") + 1;
@@ -87,7 +87,7 @@ fn every_checkpoint_of_a_table_says_what_an_evaluation_reads() {
         check(&newest(&engine, "/checkpoints/elsewhere"), said, "written again for two ranks");
         merge(&engine);
         check(&newest(&engine, ROOT), said, "merged");
-        save_beside(&engine, &rig);
+        save_async(&engine, &rig);
         check(&newest(&engine, ROOT), said, "beside training");
     }
 }
@@ -123,7 +123,7 @@ fn a_linked_checkpoint_says_it_too() {
 }
 
 #[test]
-fn a_table_that_is_loaded_goes_on_as_it_is_configured() {
+fn loaded_table_keeps_its_own_configuration() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = Rig::open(settings(false, Zeros), Arc::clone(&engine)).expect("opened");
     save_as_base(&engine, std::slice::from_ref(&saved), 20_000, None);

@@ -267,7 +267,7 @@ proptest! {
 }
 
 #[test]
-fn a_look_that_fails_makes_no_checkpoint_missing_and_removes_none() {
+fn failed_listing_loses_and_removes_no_checkpoint() {
     let whole = memory();
     let root = Path::new(ROOT);
     let (older, newer) = (several(), vec![Table::new("m", "a", RowWiseAdagrad, 4, &[7, 8], 5)]);

@@ -44,7 +44,7 @@ fn import(rig: &Rig, ids: Range<Id>, last_step: u64) {
 
 /// Sweeps a table whose last slots contain expired rows. While `bury` advances the sweep, these rows move to slots that
 /// the sweep has passed.
-fn all_dead_rows_leave(bury: impl FnOnce(&Rig)) {
+fn all_expired_rows_leave(bury: impl FnOnce(&Rig)) {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let rig = Rig::open(table("saved"), Arc::clone(&engine)).expect("opened");
     let config = rig.table.config();
@@ -77,18 +77,18 @@ fn in_slices(rig: &Rig) {
 }
 
 #[test]
-fn a_sweep_that_ends_at_once_judges_rows_that_move_meanwhile() {
-    all_dead_rows_leave(|rig| assert!(rig.table.len().expect("rows") > 0));
+fn sweep_ended_at_once_evaluates_rows_that_move() {
+    all_expired_rows_leave(|rig| assert!(rig.table.len().expect("rows") > 0));
 }
 
 #[test]
-fn a_sweep_in_slices_judges_rows_that_move_meanwhile() {
-    all_dead_rows_leave(in_slices);
+fn sweep_in_slices_evaluates_rows_that_move() {
+    all_expired_rows_leave(in_slices);
 }
 
 #[test]
-fn a_sweep_judges_rows_that_move_while_a_batch_buries_its_own() {
-    all_dead_rows_leave(|rig| {
+fn sweep_evaluates_rows_moved_while_batch_removes_its_own() {
+    all_expired_rows_leave(|rig| {
         let batch: Vec<Id> = (MODIFIED / 4..MODIFIED).collect();
         rig.train(&batch, 1, 0).expect("a step");
         in_slices(rig);

@@ -263,7 +263,7 @@ fn delta_has_no_base_while_sweep_defers_rows_of_batch() {
 }
 
 #[test]
-fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
+fn chain_with_sweeps_during_batch_equals_saved_tables() {
     for is_trained in [false, true] {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let open = |place: &str| ranks(&engine, 1, &EvictionRule::PerSweep, 0, place);
@@ -307,7 +307,7 @@ fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
 }
 
 #[test]
-fn a_delta_beside_training_and_one_after_a_resume_know_the_sweeps() {
+fn async_delta_and_delta_after_resume_have_the_sweeps() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let rule = EvictionRule::Any(vec![EvictionRule::Unused { steps: 10 }, EvictionRule::NormBelow(1.0)]);
     let mut config = TableConfig { buckets: 0..13, ..rank_of(0, 2, &rule, 3, "saved") };

@@ -247,7 +247,7 @@ fn marks_are_removed_with_the_states_they_are_of() {
 }
 
 #[test]
-fn no_older_state_is_taken_because_a_look_at_the_marks_fails() {
+fn failed_read_of_marks_never_selects_older_state() {
     let disk_of_flushes = disk();
     let whole: Arc<dyn IoEngine> = Arc::new(disk_of_flushes.clone());
     run(&whole).2.expect("undisturbed");

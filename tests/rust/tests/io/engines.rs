@@ -358,7 +358,7 @@ fn a_directory_is_held_once_and_free_again_after_the_drop() {
 }
 
 #[test]
-fn names_tell_the_way_and_whether_the_page_cache_is_passed_by() {
+fn engine_names_state_method_and_page_cache_use() {
     for fixture in every_engine() {
         let file = fixture.create("a", 0);
         let name = fixture.engine.name();

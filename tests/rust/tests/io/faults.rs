@@ -117,7 +117,7 @@ fn an_error_hits_the_chosen_operation_once_or_until_it_is_cleared() {
 }
 
 #[test]
-fn a_torn_write_leaves_its_first_half_and_a_flip_one_wrong_bit() {
+fn partial_write_leaves_first_half_and_flip_one_wrong_bit() {
     let (_, engine) = engines();
     let file = engine.open(Path::new("/d/a"), IoOpenMode::Create { preallocate: 0 }).unwrap();
     engine.hit_once(IoOperation::Write, 0, IoFault::Tear(libc::ENOSPC));
@@ -153,7 +153,7 @@ fn faults_in_a_batch_hit_their_reads_only() {
 }
 
 #[test]
-fn a_held_operation_goes_on_when_it_is_released() {
+fn held_operation_continues_after_release() {
     let (memory, engine) = engines();
     let file = engine.open(Path::new("/d/a"), IoOpenMode::Create { preallocate: 0 }).unwrap();
     engine.hold(IoOperation::Sync);

@@ -354,7 +354,7 @@ fn shows_and_clicks_add_up() {
 }
 
 #[test]
-fn a_row_that_was_removed_starts_to_be_counted_anew() {
+fn removed_row_counts_from_zero_again() {
     let (rig, _) = Rig::with_faults(settings(1, count(3), MissingRead::Zeros));
     let has = |id: Id| rig.table.read_rows(&[id]).expect("rows").found[0];
     rig.train(&[1, 1, 1], 1, 0).expect("a step");

@@ -41,7 +41,7 @@ fn taken(queue: &EvictedQueue) -> Vec<(u64, &'static str, Id, String, Vec<u32>)>
 }
 
 #[test]
-fn rows_that_a_full_table_drops_are_told_once_with_their_bits() {
+fn rows_evicted_from_full_table_are_reported_once() {
     let rule = || EvictionConfig { rule: EvictionRule::Unused { steps: 12 }, every_steps: NonZeroU64::new(5) };
     for tiers in 0..4 {
         for eviction in [None, Some(rule())] {
@@ -75,7 +75,7 @@ fn rows_that_a_full_table_drops_are_told_once_with_their_bits() {
 }
 
 #[test]
-fn a_row_that_cannot_be_read_stays_and_is_told_later() {
+fn unreadable_row_stays_and_is_reported_later() {
     let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
     let on_device = TableConfig { ssd: None, ..small(2, Some(eviction.clone())) };
     let (rig, _) = Rig::with_faults(on_device);
@@ -107,7 +107,7 @@ fn a_row_that_cannot_be_read_stays_and_is_told_later() {
 }
 
 #[test]
-fn a_table_that_closes_tells_of_all_also_when_its_disk_has_failed() {
+fn closed_table_reports_all_evicted_rows_after_disk_failure() {
     let eviction = EvictionConfig { rule: EvictionRule::NormBelow(1e9), every_steps: None };
     let (rig, faults) = Rig::with_faults(TableConfig { host_bytes: 100 << 10, ..small(1, Some(eviction)) });
     let queue = rig.table.start_evicted_queue().expect("a queue");

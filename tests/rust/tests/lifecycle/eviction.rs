@@ -338,7 +338,7 @@ fn rules() -> Vec<EvictionRule> {
 }
 
 #[test]
-fn the_same_rows_die_for_any_tiers_and_any_lookahead() {
+fn same_rows_expire_for_any_tiers_and_lookahead() {
     let every = [None, Some(1), Some(3), Some(7)];
     for (number, (tiers, depth)) in
         [(0, 0), (0, 3), (1, 0), (1, 1), (1, 8), (2, 0), (2, 1), (2, 4)].into_iter().enumerate()

@@ -37,7 +37,7 @@ fn import(rig: &Rig, ids: std::ops::Range<Id>) {
 
 /// A table with this number of rows that match a sweep, and a batch that was placed before it: its row, of id 5, has a
 /// slot on the device and is not there yet.
-fn swept_amid_a_batch(rows: Id) -> (Rig, Plan) {
+fn swept_during_batch(rows: Id) -> (Rig, Plan) {
     let rig = rig(EvictionRule::Unused { steps: 1 }, true);
     import(&rig, 0..rows);
     rig.train(&[-1], BAG, 0).expect("a step");
@@ -65,7 +65,7 @@ fn is_under_way(rig: &Rig) -> bool {
 #[test]
 fn unfetched_row_expires_when_batch_is_released() {
     for rows in [1000, 30_000] {
-        let (rig, first) = swept_amid_a_batch(rows);
+        let (rig, first) = swept_during_batch(rows);
         rig.evaluate(&[-2], BAG, true).expect("an evaluation");
         let second = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
         drop(first);
@@ -78,7 +78,7 @@ fn unfetched_row_expires_when_batch_is_released() {
 #[test]
 fn row_to_be_fetched_stays_for_concurrent_batches() {
     for rows in [1000, 30_000] {
-        let (rig, first) = swept_amid_a_batch(rows);
+        let (rig, first) = swept_during_batch(rows);
         let second = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
         second.wait().expect("placed");
         for plan in [&first, &second] {
@@ -103,7 +103,7 @@ fn leave_spared(rig: &Rig) {
 }
 
 #[test]
-fn a_batch_never_reads_a_dead_row_whose_burial_has_failed() {
+fn batch_never_reads_expired_row_after_failed_removal() {
     let rig = rig(EvictionRule::NormBelow(100.0), true);
     rig.train(&[1, 2], BAG, 0).expect("a step");
     leave_spared(&rig);
@@ -140,7 +140,7 @@ fn retained_row_survives_failed_weight_read() {
 }
 
 #[test]
-fn a_batch_never_reads_a_dead_row_while_whoever_is_told_is_slow() {
+fn batch_never_reads_expired_row_while_callback_is_slow() {
     for on_device in [false, true] {
         let rig = rig(EvictionRule::Unused { steps: 1 }, on_device);
         let queue = rig.table.start_evicted_queue().expect("a queue");
@@ -293,7 +293,7 @@ fn expired_row_is_never_read_after_failed_removal() {
 /// Runs sweeps by weights until they defer more than a table keeps, with a checkpoint saved after the first
 /// ones, while a batch has row 1, whose norm is 1. Returns the remaining ids, and the number of checkpoints that can be
 /// the base of a delta.
-fn after_many_sweeps_amid_a_batch(below: impl Fn(u32) -> f64) -> (Vec<Id>, usize) {
+fn after_many_sweeps_during_batch(below: impl Fn(u32) -> f64) -> (Vec<Id>, usize) {
     let rig = rig(EvictionRule::PerSweep, false);
     import(&rig, 1..3);
     rig.train(&[3], BAG, 0).expect("a step");
@@ -316,15 +316,15 @@ fn after_many_sweeps_amid_a_batch(below: impl Fn(u32) -> f64) -> (Vec<Id>, usize
 #[test]
 fn endless_batch_defers_rows_of_limited_number_of_sweeps() {
     assert_eq!(
-        after_many_sweeps_amid_a_batch(|number| f64::from(100 + number)),
+        after_many_sweeps_during_batch(|number| f64::from(100 + number)),
         (vec![], 1),
         "the newer ones take them"
     );
     let once = |number| if number == 69 { 100.0 } else { 0.5 / f64::from(1 + number) };
-    assert_eq!(after_many_sweeps_amid_a_batch(once), (vec![], 0), "the last one takes them");
+    assert_eq!(after_many_sweeps_during_batch(once), (vec![], 0), "the last one takes them");
     let once = |number| if number == 0 { 100.0 } else { 0.5 / f64::from(1 + number) };
     assert_eq!(
-        after_many_sweeps_amid_a_batch(once),
+        after_many_sweeps_during_batch(once),
         (vec![1], 0),
         "the first one is forgotten, and with it the checkpoints"
     );
@@ -389,7 +389,7 @@ fn resumed_state_knows_if_last_change_was_a_sweep() {
 }
 
 /// A table whose rows all match a sweep except those of ids below 0, and an evaluation that has pinned the row of id 5.
-fn swept_amid_an_evaluation(on_device: bool) -> (Rig, Plan) {
+fn swept_during_evaluation(on_device: bool) -> (Rig, Plan) {
     let rig = rig(EvictionRule::Unused { steps: 1 }, on_device);
     import(&rig, 0..40);
     rig.train(&[50], BAG, 0).expect("a step");
@@ -402,10 +402,10 @@ fn swept_amid_an_evaluation(on_device: bool) -> (Rig, Plan) {
 }
 
 #[test]
-fn an_evaluation_that_ends_amid_an_export_does_not_end_the_export() {
+fn evaluation_ending_during_export_does_not_end_it() {
     let expected: Vec<Id> = (-40..0).chain([5]).collect();
     for on_device in [false, true] {
-        let (rig, evaluation) = swept_amid_an_evaluation(on_device);
+        let (rig, evaluation) = swept_during_evaluation(on_device);
         let mut export = rig.table.export(1).expect("an export");
         let mut ids: Vec<Id> =
             export.next().expect("a chunk").expect("a row").headers.iter().map(|row| row.id).collect();
@@ -433,7 +433,7 @@ fn an_evaluation_that_ends_amid_an_export_does_not_end_the_export() {
 /// The evaluation ends during an export that no caller reads to its end.
 #[test]
 fn row_of_ended_evaluation_expires_when_export_is_dropped() {
-    let (rig, evaluation) = swept_amid_an_evaluation(false);
+    let (rig, evaluation) = swept_during_evaluation(false);
     let mut export = rig.table.export(1).expect("an export");
     export.next().expect("a chunk").expect("a row");
     drop(evaluation);
@@ -449,9 +449,9 @@ fn row_of_ended_evaluation_expires_when_export_is_dropped() {
 }
 
 #[test]
-fn a_walk_over_all_rows_does_not_end_where_an_evaluation_ends_amid_it() {
+fn evaluation_ending_during_walk_does_not_end_it() {
     for on_device in [false, true] {
-        let (rig, evaluation) = swept_amid_an_evaluation(on_device);
+        let (rig, evaluation) = swept_during_evaluation(on_device);
         let (mut held, mut ids) = (Some(evaluation), Vec::new());
         let mut take = |chunk: embcache::cache::RowChunk| {
             ids.extend(chunk.headers.iter().map(|row| row.id));
@@ -470,7 +470,7 @@ fn a_walk_over_all_rows_does_not_end_where_an_evaluation_ends_amid_it() {
 #[test]
 fn evaluation_ends_export_instead_of_reading_kept_row() {
     for on_device in [false, true] {
-        let (rig, evaluation) = swept_amid_an_evaluation(on_device);
+        let (rig, evaluation) = swept_during_evaluation(on_device);
         let mut export = rig.table.export(1).expect("an export");
         export.next().expect("a chunk").expect("a row");
         drop(evaluation);

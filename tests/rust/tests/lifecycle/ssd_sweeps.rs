@@ -42,7 +42,7 @@ fn import(rig: &Rig, rows: &BTreeMap<Id, (RowHeader, Vec<u32>)>) {
 
 /// Trains `steps` batches. After each, only few rows have expired and are not removed yet: those that expired in the
 /// last steps, as many as it takes to pass the SSD tier twice and RAM once. No call is made that needs all rows.
-fn the_dead_stay_few(rig: &Rig, steps: u64, is_dead: impl Fn(Id, u64) -> bool) {
+fn expired_rows_stay_few(rig: &Rig, steps: u64, is_dead: impl Fn(Id, u64) -> bool) {
     let stats = rig.table.stats().expect("stats");
     let (slots, on_ssd, others) = (stats.host.rows, stats.ssd.expect("a tier").tier.rows, stats.rows);
     // A segment's footer counts as a 16th of its records, and the last slice of a walk may be partial.
@@ -69,7 +69,7 @@ fn sweep_after_each_step_reaches_last_ssd_segments() {
     import(&rig, &(0..OLD + DYING).map(|id| (id, row(id, score(id), 0))).collect());
     assert!(rig.table.stats().expect("stats").host.rows < 10_000, "most rows are on SSD");
     let decay = ScoreDecay::new(HALF_LIFE).expect("in range");
-    the_dead_stay_few(&rig, 150, |id, step| decay.of(score(id), 0, step) < 1.0);
+    expired_rows_stay_few(&rig, 150, |id, step| decay.of(score(id), 0, step) < 1.0);
 }
 
 /// A sweep after every step reaches the SSD tier, although it never completes a pass over RAM.
@@ -82,5 +82,5 @@ fn sweep_after_each_step_reaches_ssd_before_ram_is_done() {
     import(&rig, &(0..OLD + DYING).map(|id| (id, row(id, 0.0, last_step(id)))).collect());
     let in_ram = rig.table.stats().expect("stats").host.rows;
     assert!((2 * SLOTS..100_000).contains(&in_ram), "{in_ram} rows are in RAM");
-    the_dead_stay_few(&rig, 400, |id, step| last_step(id) + 10 <= step);
+    expired_rows_stay_few(&rig, 400, |id, step| last_step(id) + 10 <= step);
 }

@@ -98,7 +98,7 @@ const OPENED: &str = "EMBCACHE_TEST_OPENED";
 
 /// One of the processes. It reports that it has started, and opens the checkpoint when the file `begin` exists. Then it
 /// writes the number of indexes that it built, and the inode number of the one by which it serves.
-fn open_as_told(root: &Path) {
+fn open_when_all_are_ready(root: &Path) {
     let beside = |name: &str| root.with_file_name(format!("{name}-{}", std::process::id()));
     std::fs::write(beside("there"), "").expect("written");
     wait_for(|| root.with_file_name("begin").exists(), "it is told to begin");
@@ -123,7 +123,7 @@ fn open_as_told(root: &Path) {
 #[test]
 fn one_of_many_processes_makes_the_index() {
     if let Some(root) = std::env::var_os(OPENED) {
-        return open_as_told(Path::new(&root));
+        return open_when_all_are_ready(Path::new(&root));
     }
     let dir = tempfile::tempdir().expect("a directory");
     let root = dir.path().canonicalize().expect("a path").join("checkpoints");

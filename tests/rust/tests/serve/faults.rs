@@ -183,7 +183,7 @@ fn a_follower_swaps_by_itself_and_ends_when_it_is_stopped() {
 }
 
 #[test]
-fn a_follower_goes_on_after_a_panic_and_says_so() {
+fn follower_continues_after_panic_and_reports_it() {
     let memory = memory();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
     save(&engine, root(), &tables(1), 1, 2000, 1).expect("saved");
@@ -325,7 +325,7 @@ fn a_follower_that_waits_for_an_index_can_be_ended() {
 }
 
 #[test]
-fn whoever_waits_for_an_index_or_makes_one_can_be_ended() {
+fn index_build_and_wait_for_it_can_be_interrupted() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = save(&engine, root(), &tables(1), 2, 2000, 1).expect("saved").identity;
     let directory = root().join(&saved.name);

@@ -105,7 +105,7 @@ fn add_an_id_after(lines: &mut [u8], gap: usize) {
 }
 
 #[test]
-fn an_index_that_lies_with_right_checksums_is_told() {
+fn false_index_with_valid_checksums_is_detected() {
     let lies: [fn(&mut [u8]); 5] = [swap_places, change_an_id, point_nowhere, add_an_id, add_an_id_behind_a_gap];
     for change in lies {
         let (dir, engine, index) = indexed();

@@ -37,7 +37,7 @@ fn engines() -> Vec<(Arc<dyn IoEngine>, std::path::PathBuf, Option<tempfile::Tem
 }
 
 #[test]
-fn every_row_is_served_whatever_the_number_of_ranks_that_saved_it() {
+fn every_row_is_served_for_any_number_of_saving_ranks() {
     for (engine, root, _dir) in engines() {
         for world in 1..=4 {
             let saved = tables(u64::from(world));

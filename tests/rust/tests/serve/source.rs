@@ -243,7 +243,7 @@ fn a_delta_that_cannot_be_served_as_it_is_leaves_the_version_before() {
 }
 
 #[test]
-fn many_changes_of_a_trainer_are_merged_without_a_file_beside_them() {
+fn many_source_changes_are_merged_without_a_file() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let ids: Vec<Id> = (0..70_000).map(|n| n * 5 + 2000).collect();
     let table = |weight: f32| {

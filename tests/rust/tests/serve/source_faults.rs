@@ -159,7 +159,7 @@ fn on_disk() -> (tempfile::TempDir, PathBuf, PathBuf, PathBuf) {
 }
 
 #[test]
-fn looks_that_fail_keep_no_mapping_no_open_file_and_no_hold() {
+fn failed_polls_keep_no_mapping_no_file_and_no_lock() {
     let [first, second, third] = three();
     let (_folder, all, trainer, served) = on_disk();
     let disk: Arc<dyn IoEngine> = Arc::new(PsyncEngine::new(false));
@@ -433,7 +433,7 @@ fn poll_during_pruning_save_sees_published_checkpoint() {
 }
 
 #[test]
-fn a_look_amid_a_conversion_serves_the_trainers_newest() {
+fn poll_during_conversion_serves_latest_source_delta() {
     let [first, second, third] = three();
     let (mut old, mut new) = (0, 0);
     for stop in 0.. {

@@ -96,7 +96,7 @@ fn a_panic_of_a_fetch_is_its_error_and_the_next_one_reads() {
 }
 
 #[test]
-fn a_panic_amid_a_change_of_the_tier_makes_it_refuse_all_use() {
+fn panic_during_change_poisons_tier() {
     watched(String::new, || {
         let (tier, faults) = tier();
         let mut held = Versions::new();

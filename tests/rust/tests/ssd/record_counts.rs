@@ -156,7 +156,7 @@ fn no_way_to_read_all_rows_leaves_one_out_whose_record_is_damaged() {
 }
 
 #[test]
-fn a_damaged_record_that_is_dead_is_in_nobodys_way() {
+fn corrupt_obsolete_record_has_no_effect() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let (tier, mut held) = tier(&engine, 2000, 30);
     flip_id(&*engine, 77);
@@ -167,7 +167,7 @@ fn a_damaged_record_that_is_dead_is_in_nobodys_way() {
 }
 
 #[test]
-fn rows_that_change_amid_a_scan_are_no_damage() {
+fn rows_changed_during_scan_are_not_corruption() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let (tier, mut held) = tier(&engine, 3000, 30);
     let (mut met, mut version) = (0, 3);

@@ -133,7 +133,7 @@ fn tier_full_of_narrow_records_fits_all_rows_when_wide() {
 }
 
 #[test]
-fn calls_beside_each_other_widen_each_others_records() {
+fn concurrent_calls_widen_records_of_each_other() {
     watched(String::new, || {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         for _ in 0..20 {

@@ -463,7 +463,7 @@ fn rows_of(world: &World, rig: &Rig) -> Vec<(Id, u32)> {
 }
 
 #[test]
-fn every_row_is_whole_and_counted_whatever_runs_at_once_in_memory() {
+fn every_row_is_intact_and_counted_in_memory() {
     for policy in PolicyKind::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         stress(&engine, &PathBuf::from("/base/m/t/0-of-1"), policy, OnFull::Error);
@@ -471,7 +471,7 @@ fn every_row_is_whole_and_counted_whatever_runs_at_once_in_memory() {
 }
 
 #[test]
-fn every_row_is_whole_where_rows_leave_a_full_table_by_policy() {
+fn every_row_is_intact_in_full_table_with_eviction() {
     for policy in PolicyKind::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         stress(&engine, &PathBuf::from("/base/m/t/0-of-1"), policy, OnFull::Evict);
@@ -485,13 +485,13 @@ fn on_disk(engine: &Arc<dyn IoEngine>) {
 }
 
 #[test]
-fn every_row_is_whole_and_counted_on_disk_by_pread() {
+fn every_row_is_intact_and_counted_on_disk_by_pread() {
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
     on_disk(&engine);
 }
 
 #[test]
-fn every_row_is_whole_and_counted_on_disk_by_io_uring() {
+fn every_row_is_intact_and_counted_on_disk_by_io_uring() {
     match UringEngine::new(true) {
         Ok(engine) => {
             let engine: Arc<dyn IoEngine> = Arc::new(engine);
