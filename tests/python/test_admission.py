@@ -119,7 +119,8 @@ def test_a_forward_that_no_backward_follows_counts_nothing():
 
 
 @pytest.mark.parametrize(("given", "expected"), [("zeros", 0.0), (0.5, 0.5), (-3, -3.0), ("initial", None)])
-def test_what_is_not_admitted_reads_what_was_asked_for_in_training_and_in_evaluation(given, expected):
+def test_missing_rows_read_the_configured_value(given, expected):
+    """The same in training and in evaluation."""
     table = embedding(admission=admission.ReadOnly(), not_admitted=given)
     want = torch.full((1, DIM), expected) if expected is not None else table.read_rows([9]).weights
     for _ in range(2):
@@ -176,7 +177,7 @@ def test_shows_and_clicks_of_a_plain_module_add_up():
     ("clicks", "what"),
     [([1.5, 0], "holds 1.5"), ([-1, 0], "holds -1"), ([float("nan"), 0], "holds nan"), ([1], "1 numbers for 2 ids")],
 )
-def test_clicks_that_are_no_numbers_of_clicks_are_refused_and_nothing_changes(clicks, what):
+def test_invalid_clicks_are_rejected_and_change_nothing(clicks, what):
     table = embedding(admission=SHOW_CLICK)
     with pytest.raises(InputError, match=what):
         table(torch.tensor([1, 2]), torch.tensor(clicks))
@@ -288,7 +289,8 @@ def refused(rank: int, world: int) -> Any:
     return said
 
 
-def test_clicks_that_one_rank_refuses_are_refused_on_both_and_training_goes_on(two_ranks):
+def test_clicks_rejected_on_one_rank_are_rejected_on_both(two_ranks):
+    """Training continues after the error."""
     first, second = two_ranks.run(refused)
     assert "which are clicks, holds -" in second
     assert "rank 1" in first
@@ -415,7 +417,7 @@ def sharded_after_training(rank: int, world: int) -> Any:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_counts_go_to_the_ranks_that_own_the_ids_when_a_module_is_sharded(two_ranks):
+def test_sharding_a_module_moves_counts_to_the_owning_ranks(two_ranks):
     rows, waiting = sharded_after_training(0, 1)
     results = two_ranks.run(sharded_after_training)
     assert sum(result[1] for result in results) == waiting > 0

@@ -119,9 +119,8 @@ def load_saver(model: nn.Module, path: Path) -> None:
     ],
     ids=["saver", "delta", "dcp", "megatron", "megatron beside training"],
 )
-def test_a_checkpoint_has_the_counts_of_the_call_and_training_goes_on_from_them(
-    tmp_path: Path, held: threading.Event, save: Any, load: Any
-) -> None:
+def test_checkpoint_has_counts_of_the_call(tmp_path: Path, held: threading.Event, save: Any, load: Any) -> None:
+    """Training continues from the same counts."""
     path, two = tmp_path / "saved", counting()
     assert len(Counted(SAVED).rows) > 20 < len(Counted(SAVED).counts), "the steps show something"
     with counting(tiers=ssd_tiers(tmp_path / "ssd", host_bytes="2KiB")) as one:
@@ -182,9 +181,7 @@ def test_a_save_of_dcp_by_another_process_has_the_counts_of_the_call(tmp_path: P
     assert main(["verify", str(path)]) == 0
 
 
-def test_several_saves_beside_training_each_have_the_counts_of_their_call(
-    tmp_path: Path, held: threading.Event
-) -> None:
+def test_async_saves_each_have_counts_of_their_call(tmp_path: Path, held: threading.Event) -> None:
     """Saves that follow one another, each a delta of the one before, while training never waits for them."""
     one, path, saver = counting(), tmp_path / "saved", Saver(0)
     saver.save(model_of(one), path)
@@ -204,9 +201,7 @@ def test_several_saves_beside_training_each_have_the_counts_of_their_call(
         Counted(step).check(table)
 
 
-def test_a_save_beside_training_has_the_counts_of_ids_that_lose_their_rows_and_come_again(
-    tmp_path: Path, held: threading.Event
-) -> None:
+def test_async_save_has_counts_of_ids_that_expire_and_return(tmp_path: Path, held: threading.Event) -> None:
     """Of the moment are also ids whose counts end meanwhile: they get rows, lose them, and begin at 0."""
     one, path = counting(), tmp_path / "saved"
     train(one, range(SAVED))
@@ -225,9 +220,7 @@ def test_a_save_beside_training_has_the_counts_of_ids_that_lose_their_rows_and_c
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["save", "save beside training"])
-def test_a_delta_with_counts_never_builds_on_a_checkpoint_without_them_nor_the_other_way_round(
-    tmp_path: Path, beside: bool
-) -> None:
+def test_delta_never_mixes_bases_with_and_without_counts(tmp_path: Path, beside: bool) -> None:
     """Counts of ids that did not occur since would be missing, or those of ids that did would be old ones."""
     one, path, saver = counting(), tmp_path / "saved", Saver(0)
     said = []
@@ -279,7 +272,7 @@ def test_a_delta_after_a_resume_has_the_counts_of_the_table(tmp_path: Path, ssd_
     assert found[0] == found[1]
 
 
-def test_counts_come_with_some_tables_under_other_names_and_without_slots(tmp_path: Path) -> None:
+def test_counts_load_for_some_tables_renamed_and_without_slots(tmp_path: Path) -> None:
     one, other = counting(), counting(name="other")
     train(one, range(SAVED))
     train(other, range(5))
@@ -294,9 +287,7 @@ def test_counts_come_with_some_tables_under_other_names_and_without_slots(tmp_pa
 
 
 @pytest.mark.parametrize("beside_it", [False, True], ids=["save", "save beside training"])
-def test_a_delta_after_a_save_that_failed_and_one_after_a_merge_have_all_counts(
-    tmp_path: Path, beside_it: bool
-) -> None:
+def test_delta_after_failed_save_or_merge_has_all_counts(tmp_path: Path, beside_it: bool) -> None:
     one, path, saver = counting(), tmp_path / "saved", Saver(0)
 
     def save(**options: Any) -> str:
@@ -323,7 +314,7 @@ def test_a_delta_after_a_save_that_failed_and_one_after_a_merge_have_all_counts(
     Counted(SAVED).check(two)
 
 
-def test_deltas_of_a_saver_have_the_counts_of_before_and_after_saves_through_dcp(tmp_path: Path) -> None:
+def test_saver_deltas_have_counts_across_saves_through_dcp(tmp_path: Path) -> None:
     one, saver = counting(), Saver(0)
     model = model_of(one)
     train(one, range(10))

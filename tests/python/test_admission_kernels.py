@@ -68,7 +68,7 @@ def test_bags_sum_what_ids_without_a_row_read(backend, mode, training):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_weights_of_ids_without_a_row_multiply_what_these_read_and_get_a_gradient(backend, training):
+def test_weights_of_missing_ids_scale_values_and_get_gradients(backend, training):
     bags, given = [[1, 9], [8, 1, 1], [9]], [0.5, 2.0, 3.0, 4.0, 1.0, -1.0]
     with bag(backend, mode="sum") as table:
         table.import_rows([1], np.ones((1, DIM), np.float32))

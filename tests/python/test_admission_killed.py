@@ -69,7 +69,7 @@ def check(table: Any, path: Path) -> None:
     Counted(table.stats().step).check(in_ram)
 
 
-def test_a_killed_training_process_goes_on_with_the_counts_of_its_last_flush_or_save(tmp_path: Path) -> None:
+def test_killed_process_continues_with_counts_of_flush_or_save(tmp_path: Path) -> None:
     draw = random.Random(3)
     last = {"trained": 0, "flushed": 0, "saved": 0, "ended": 0}
     for kill in range(KILLS):
@@ -194,9 +194,8 @@ def kill_two_ranks(draw: random.Random, folder: str, store: str) -> dict[str, in
     return last
 
 
-def test_two_killed_ranks_go_on_with_their_counts_and_so_do_other_ranks_from_their_save(
-    two_ranks: World, three_ranks: World, tmp_path: Path
-) -> None:
+def test_two_killed_ranks_continue_with_their_counts(two_ranks: World, three_ranks: World, tmp_path: Path) -> None:
+    """So do other ranks that load their checkpoint."""
     (tmp_path / "ssd").mkdir(mode=0o700)
     folder, draw = str(tmp_path), random.Random(8)
     flushed, saved = 0, 0

@@ -133,7 +133,7 @@ def _rebucketed(_rank: int, _world: int) -> tuple[int, int, set[int]]:
     return sum(stats.pending for stats in before), sum(stats.pending for stats in after), buckets
 
 
-def test_counts_go_with_the_rows_of_an_unsharded_module_into_other_buckets(two_ranks: Any) -> None:
+def test_counts_of_an_unsharded_module_move_to_other_buckets(two_ranks: Any) -> None:
     results = two_ranks.run(_rebucketed)
     (waiting,) = {result[0] for result in results}
     assert 0 < sum(result[1] for result in results) == waiting, results

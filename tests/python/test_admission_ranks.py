@@ -143,7 +143,7 @@ def _goes_on(rank: int, world: int, door: str, path: str) -> tuple[Rows, list[in
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_ranks_go_on_from_the_counts_that_other_ranks_saved_beside_training(
+def test_ranks_continue_from_counts_of_other_ranks_async_save(
     two_ranks: World, three_ranks: World, tmp_path: Path, door: str
 ) -> None:
     path = str(tmp_path / "saved")
@@ -229,9 +229,7 @@ def _saved_in_flight(rank: int, world: int, kind: str, path: str) -> dict[str, b
 
 
 @pytest.mark.parametrize("kind", PIPELINES)
-def test_a_checkpoint_amid_a_pipeline_has_the_counts_of_the_steps_that_were_made(
-    two_ranks: World, tmp_path: Path, kind: str
-) -> None:
+def test_checkpoint_in_a_pipeline_has_counts_of_finished_steps(two_ranks: World, tmp_path: Path, kind: str) -> None:
     for found in two_ranks.run(_saved_in_flight, kind, str(tmp_path / "saved")):
         assert all(found.values()), found
 
@@ -253,7 +251,8 @@ def _semi_sync(rank: int, world: int) -> bool:
     return state(plain) == state(piped) and len(rows_of(plain)) > 10 < sum(pending(plain))
 
 
-def test_a_batch_that_is_forwarded_before_the_backward_of_the_last_is_judged_by_what_was_counted_until_then(
+def test_batch_forwarded_before_a_backward_uses_earlier_counts(
     two_ranks: World,
 ) -> None:
+    """The counts at its forward decide, without those of the last backward."""
     assert all(two_ranks.run(_semi_sync))

@@ -144,9 +144,7 @@ def _refused(rank: int, world: int, folder: str, names: list[str]) -> list[str]:
     return found
 
 
-def test_arguments_that_one_rank_refuses_or_gives_otherwise_are_an_error_on_all(
-    two_ranks: World, tmp_path: Path
-) -> None:
+def test_arguments_wrong_or_different_on_one_rank_fail_on_all(two_ranks: World, tmp_path: Path) -> None:
     names = list(CALLS)
     for found in two_ranks.run(_refused, str(tmp_path), names):
         for name, said in zip(names, found, strict=True):

@@ -123,7 +123,7 @@ def test_an_optimizer_that_did_not_train_the_collection_is_refused() -> None:
         take(theirs, TIERS, optimizer=by)
 
 
-def test_a_collection_that_does_not_come_over_whole_is_closed_and_publishes_nothing(tmp_path: Path) -> None:
+def test_collection_that_fails_to_convert_is_closed_unpublished(tmp_path: Path) -> None:
     theirs, _ = trained("adagrad", in_backward=False)
     second = theirs.embedding_bags["t2"].weight
     second.data = second.data.double()
@@ -138,9 +138,7 @@ def test_a_collection_that_does_not_come_over_whole_is_closed_and_publishes_noth
         assert kept.tb is not None
 
 
-def test_a_table_that_cannot_be_closed_after_an_error_leaves_no_other_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_that_fails_to_close_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, _ = trained("adagrad", in_backward=False)
     theirs.embedding_bags["t2"].weight.data = theirs.embedding_bags["t2"].weight.data.double()
     close = TableShard.close
@@ -164,9 +162,8 @@ def interrupted(_: TableShard) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_ctrl_c_amid_the_closing_after_an_error_leaves_no_table_that_is_flushed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_close_after_an_error_never_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C during the close of the tables leaves none that a later flush writes."""
     theirs = EmbeddingBagCollection(
         [EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=20, feature_names=[name]) for name in "abc"]
     )
@@ -186,9 +183,7 @@ def test_a_ctrl_c_amid_the_closing_after_an_error_leaves_no_table_that_is_flushe
     assert kept.tb is not None  # the error kept the tables until here: where they are dropped, they are closed
 
 
-def test_a_ctrl_c_amid_the_closing_after_a_failed_sharding_leaves_no_half_of_a_table_that_is_flushed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_close_after_failed_sharding_never_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
     ours = EmbCacheEmbeddingBagCollection(bag_tables(), tiers=tiers)
     whole = [shard_of(table) for table in ours.tables.values()]

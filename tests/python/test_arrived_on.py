@@ -200,9 +200,8 @@ def test_ids_are_copied_where_the_pipeline_brings_them(kind: str, streams: Strea
 
 
 @pytest.mark.parametrize("kind", ["prefetch", "ours", "ours-3"])
-def test_ids_that_could_not_be_copied_ahead_are_copied_in_the_forward_where_they_were_brought(
-    kind: str, streams: Streams
-) -> None:
+def test_ids_not_copied_ahead_are_copied_on_their_stream(kind: str, streams: Streams) -> None:
+    """The forward copies them, on the stream that brought them."""
     pipeline, options, _ = KINDS[kind]
     streams.fails_at = 4
     assert len(drain(piped(pipeline, streams, options), batches(STEPS))) == STEPS

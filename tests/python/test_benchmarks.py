@@ -37,7 +37,7 @@ def made(rows, folder):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_program_that_is_out_of_time_is_told_by_what_it_had_whoever_notices_first(monkeypatch):
+def test_timed_out_program_is_reported_with_its_results(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     served = importlib.import_module("served")
     for read in (True, False):
@@ -54,7 +54,7 @@ def test_a_program_that_is_out_of_time_is_told_by_what_it_had_whoever_notices_fi
         child.close()
 
 
-def test_each_result_stands_in_a_table_with_its_spread_and_ratios_and_the_plots_are_whole(tmp_path):
+def test_tables_show_spread_and_ratios_and_plots_are_complete(tmp_path):
     rows = [
         row("ssd_fetch_uniform_1m", 4e6),
         row("ssd_fetch_uniform_100m", 1e5),
@@ -81,7 +81,7 @@ def test_each_result_stands_in_a_table_with_its_spread_and_ratios_and_the_plots_
         assert ("fetch, uniform (SSD)" in texts) == (plot == "benchmarks-growth.svg")
 
 
-def test_a_run_of_some_benches_leaves_the_others_and_what_was_measured_later_as_they_are(tmp_path):
+def test_partial_run_keeps_other_and_newer_results(tmp_path):
     def of_day(name, value, day):
         measured = row(name, value)
         measured["setting"]["date"] = day
@@ -104,7 +104,7 @@ def test_a_run_of_some_benches_leaves_the_others_and_what_was_measured_later_as_
     assert all(f"`{each['name']}` |" in (tmp_path / "docs" / "benchmarks.md").read_text() for each in kept)
 
 
-def test_the_readmes_figures_are_those_of_the_results_and_nothing_else_of_it_changes(tmp_path):
+def test_readme_figures_come_from_results(tmp_path):
     old = (ROOT / "README.md").read_text()
     for value in (3e6, 5e6):
         slow = row("ssd_writeback", 1.0)
@@ -120,7 +120,7 @@ def test_the_readmes_figures_are_those_of_the_results_and_nothing_else_of_it_cha
         assert old.split("make bench-docs writes from here")[part][:-1].split("to here")[part] in new
 
 
-def test_every_bench_that_has_rivals_grows_or_is_a_key_one_is_in_the_catalog(monkeypatch):
+def test_benches_with_rivals_are_in_the_catalog(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     from catalog import GROWTH, KEY, SECTIONS
     from checkpoint_rivals import CHECKPOINT_RIVALS
@@ -141,7 +141,7 @@ def test_without_results_nothing_is_written(tmp_path):
     assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
 
 
-def test_a_row_against_another_tree_has_the_ratios_of_its_pairs_so_turned_that_above_one_ours_is_ahead(monkeypatch):
+def test_comparison_row_has_ratios_above_one_if_ours_is_faster(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     results = importlib.import_module("results")
     ours, theirs = [4.0, 6.0, 9.0], [2.0, 6.0, 6.0]

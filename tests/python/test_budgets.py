@@ -126,7 +126,7 @@ def test_wider_rows_get_a_share_with_what_is_kept_of_each_row():
 
 
 @pytest.mark.parametrize("field", ["host_bytes", "device_bytes"])
-def test_a_budget_without_room_for_a_row_of_each_table_is_named_with_what_it_needs(field):
+def test_budget_too_small_for_one_row_per_table_is_reported(field):
     tables = unequal(a=10, b=1000, c=1)
     with pytest.raises(
         ConfigError, match=rf"TierBudgets.{field}=333 of the module is too small for its 3 tables"
@@ -149,7 +149,7 @@ def test_files_are_below_the_modules_name(tmp_path):
 
 
 @pytest.mark.parametrize("device_bytes", [0, "4MiB"])
-def test_a_table_that_was_guessed_too_small_takes_what_the_others_leave(device_bytes):
+def test_table_guessed_too_small_takes_unused_budget(device_bytes):
     with trained(TierBudgets(host_bytes="4MiB", device_bytes=device_bytes), few=10, many=10**9) as module:
         few, many = module.tables["few"], module.tables["many"]
         step(module, many=range(2000))

@@ -51,9 +51,7 @@ def flip(path: Path) -> None:
     file.write_bytes(data)
 
 
-def test_inspect_shows_the_checkpoints_of_a_directory_and_the_tables_of_the_newest(
-    ckpt: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_lists_checkpoints_and_tables_of_the_newest(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bag = save(ckpt)
     code, found = run(capsys, "inspect", ckpt)
     assert code == 0
@@ -205,7 +203,7 @@ def test_a_table_goes_out_to_plain_files_and_back_bit_for_bit(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
-def test_plain_files_without_a_description_tell_the_optimizer_by_their_slots(
+def test_plain_files_without_description_infer_the_optimizer(
     tmp_path: Path, optimizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bag = save(tmp_path / "ours", optimizer=optimizer)
@@ -227,7 +225,7 @@ def test_plain_files_without_a_description_tell_the_optimizer_by_their_slots(
 
 
 @pytest.mark.parametrize("of_a_row", [(), ("exp_avg",), ("exp_avg", "exp_avg_sq")])
-def test_slots_whose_widths_are_not_those_of_partial_rowwise_adam_are_refused(
+def test_wrong_slot_widths_of_partial_rowwise_adam_are_rejected(
     tmp_path: Path, of_a_row: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids, (weight, one, two) = made()
@@ -384,7 +382,7 @@ def test_the_command_is_installed_and_errors_go_to_standard_error(tmp_path: Path
     assert "inspect" in subprocess.run([embcache, "--help"], capture_output=True, text=True, check=True).stdout
 
 
-def test_inspect_says_when_checkpoints_were_saved_and_takes_whatever_it_may_read(
+def test_inspect_shows_save_times_and_reads_any_readable_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "ckpt"

@@ -47,9 +47,7 @@ def loaded(path: Path, **named: Any) -> Contents:
     return Contents.of(bag)
 
 
-def test_ls_shows_the_checkpoints_and_the_time_of_each_stays_when_files_are_touched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_keeps_checkpoint_times_when_files_are_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "ckpt"
     before = datetime.now(UTC).replace(microsecond=0)
     _, names = chain(root, deltas=1)
@@ -104,9 +102,7 @@ def test_a_copy_has_the_same_bytes_and_is_loaded_and_continued(
     assert loaded(backup) == Contents.of(bag)
 
 
-def test_a_copy_of_an_older_checkpoint_leaves_the_newer_ones_of_the_target(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copy_of_an_older_checkpoint_keeps_newer_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, backup = tmp_path / "ckpt", tmp_path / "backup"
     bag, names = chain(root)
     assert run(capsys, "copy", root / names[1], backup)[1]["copied"] == names[:2]

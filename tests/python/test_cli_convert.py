@@ -161,7 +161,7 @@ def recis(folder: Path, files: dict[str, list[str]]) -> Path:
     ],
     ids=["a part is missing", "parts of two saves", "a part past the last", "one part twice"],
 )
-def test_parts_of_a_recis_table_that_are_missing_or_there_twice_lose_no_rows_in_silence(
+def test_missing_or_duplicate_recis_parts_are_reported(
     tmp_path: Path, files: dict[str, list[str]], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, message = refused(capsys, recis(tmp_path / "theirs", files), tmp_path / "ours")
@@ -184,9 +184,7 @@ def test_a_table_of_any_name_goes_out_and_comes_back(
     assert run(capsys, "diff", tmp_path / "ours", tmp_path / "back")[1]["equal"]
 
 
-def test_a_delta_after_a_table_came_back_has_only_what_was_trained_since(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_delta_after_a_conversion_has_only_later_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bag = save(tmp_path / "ours")
     for seed in (7, 8):
         train(bag, steps=1, seed=seed)
@@ -241,7 +239,8 @@ echo "status $?" && ls "$1"
 
 
 @pytest.mark.parametrize("layout", ["npy", "safetensors", "torchrec-dcp"])
-def test_a_file_system_that_fills_ends_a_conversion_with_an_error_and_not_a_signal(tmp_path: Path, layout: str) -> None:
+def test_full_file_system_fails_a_conversion_with_an_error(tmp_path: Path, layout: str) -> None:
+    """The command ends with an exit status, not by a signal."""
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("unshare is not installed, so no small file system can be mounted")

@@ -122,7 +122,7 @@ def loaded_by_torchrec(_rank: int, size: int, path: str, optimizer: str, shardin
 @pytest.mark.parametrize(
     ("optimizer", "sharding"), [("rowwise", "table_wise"), ("adagrad", "column_wise"), ("sgd", "table_wise")]
 )
-def test_torchrec_loads_what_we_trained_and_answers_and_trains_on_with_the_same_bits(
+def test_torchrec_loads_our_rows_and_trains_with_the_same_bits(
     two_ranks: Any, tmp_path: Path, optimizer: str, sharding: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = trained(optimizer)
@@ -158,7 +158,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_a_torchrec_checkpoint_goes_through_ours_and_back_with_the_same_names_and_bits(
+def test_torchrec_checkpoint_round_trips_with_names_and_bits(
     two_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two_ranks.run(save_trained, str(tmp_path / "theirs"), "rowwise", "table_wise")
@@ -179,9 +179,10 @@ def test_a_torchrec_checkpoint_goes_through_ours_and_back_with_the_same_names_an
     assert min(map(len, chunks)) > 1
 
 
-def test_a_row_that_was_never_trained_is_as_it_would_be_born_and_its_slots_are_zeros(
+def test_untrained_row_is_exported_as_initialized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its slots are zeros."""
     monkeypatch.setattr(torchrec_dcp_writer, "_INIT_CHUNK_ROWS", 7)
     model = trained("adagrad")
     Saver(0).save(model, str(tmp_path / "ours"))
@@ -240,9 +241,10 @@ def saved(path: Path, ids: list[int], **changes: Any) -> Path:
         ([0], ["--rows", "item=10", "--sequence", "bags"], "InputError", "--sequence bags: the checkpoint has"),
     ],
 )
-def test_what_torchrec_cannot_have_is_refused_by_name_and_leaves_nothing(
+def test_unsupported_tables_are_rejected_by_name(
     tmp_path: Path, ids: list[int], options: list[str], kind: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Nothing of the conversion is left."""
     source = saved(tmp_path / "ours", ids)
     found, message = refused(capsys, source, tmp_path / "theirs", "--to", "torchrec-dcp", *options)
     assert found == kind
@@ -250,7 +252,7 @@ def test_what_torchrec_cannot_have_is_refused_by_name_and_leaves_nothing(
     assert not (tmp_path / "theirs").exists()
 
 
-def test_an_optimizer_that_torchrec_has_not_is_refused_until_its_slots_are_left_out(
+def test_unknown_optimizer_is_rejected_unless_slots_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = saved(tmp_path / "ours", [0, 3], optimizer=optimizers.FTRL(lr=0.1))

@@ -89,7 +89,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize(("optimizer", "wide"), [("rowwise", "table_wise"), ("adagrad", "column_wise")])
-def test_a_torchrec_checkpoint_of_two_ranks_converts_with_every_row_and_slot(
+def test_two_rank_torchrec_checkpoint_converts_rows_and_slots(
     two_ranks: Any, tmp_path: Path, optimizer: str, wide: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = whole(two_ranks.run(save_trained, str(tmp_path / "theirs"), optimizer, wide))
@@ -117,9 +117,7 @@ def test_a_torchrec_checkpoint_of_two_ranks_converts_with_every_row_and_slot(
         np.testing.assert_array_equal(np.load(folder / "sum.npy")[order], slot)
 
 
-def test_a_slot_that_no_table_here_can_have_is_named_and_can_be_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unsupported_slot_is_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = save(
         tmp_path / "theirs",
         ebc__embedding_bags__t__weight=torch.ones(5, 4),

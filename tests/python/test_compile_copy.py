@@ -174,7 +174,7 @@ def test_an_embedding_and_a_bag_are_traced():
 
 @pytest.mark.parametrize("make", [bags, sequences])
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_copied_collection_trains_on_as_the_first_and_shares_nothing_with_it(make, trained):
+def test_copied_collection_trains_alike_and_shares_nothing(make, trained):
     over = OverBags if make is bags else OverSequences
     model = over(make())
     if trained:
@@ -263,7 +263,7 @@ def test_torchs_averaged_model_keeps_a_copy():
     assert rows(averaged.module.collection) == kept
 
 
-def test_tables_with_files_are_not_copied_and_the_error_says_what_to_do(tmp_path):
+def test_tables_with_files_cannot_be_copied(tmp_path):
     tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="32MiB", ssd_dir=str(tmp_path))
     with make_bag(tiers=tiers) as bag, pytest.raises(StateError, match=r"SSD tier.*Saver\(rank\).load"):
         copy.deepcopy(bag)

@@ -39,7 +39,7 @@ def test_other_sizes_are_refused_naming_field_and_value(value):
     assert isinstance(caught.value, ValueError)
 
 
-def test_budgets_are_kept_in_bytes_and_without_a_directory_there_is_no_ssd_tier(tmp_path):
+def test_budgets_are_in_bytes_and_ssd_needs_a_directory(tmp_path):
     budgets = TierBudgets(device_bytes="1KiB", host_bytes="2KiB", ssd_bytes="4KiB", ssd_dir=tmp_path)
     assert (budgets.device, budgets.host, budgets.ssd) == (1024, 2048, 4096)
     assert TierBudgets(host_bytes="2KiB").ssd == 0
@@ -83,7 +83,7 @@ def test_other_budget_fields_are_checked(field, value):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
-def test_buckets_are_split_into_neighbouring_ranges_the_first_one_larger(world):
+def test_buckets_split_into_ranges_with_the_first_larger(world):
     ranges = [bucket_range(rank, world, 4093) for rank in range(world)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == 4093

@@ -157,7 +157,7 @@ def test_random_rows_of_every_size_have_fbgemms_bytes(tmp_path: Path) -> None:
     assert bits(torch.stack([found[row_id] for row_id in ids])) == bits(theirs)
 
 
-def test_the_manifest_names_what_it_was_made_from_and_fewer_bytes_are_written(
+def test_manifest_names_its_source_and_fewer_bytes_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chain(64, tmp_path / "trained")
@@ -180,7 +180,7 @@ def test_the_manifest_names_what_it_was_made_from_and_fewer_bytes_are_written(
     assert told["tables"] == [{"module": "item", "table": "item", "rows": 600, "dim": 64, "precision": "fp32"}]
 
 
-def test_a_linked_checkpoint_and_one_of_two_ranks_become_one_for_servers(tmp_path: Path) -> None:
+def test_linked_and_two_rank_checkpoints_convert_to_one(tmp_path: Path) -> None:
     made = chain(8, tmp_path / "trained")
     expected = read(tmp_path / "trained")
     Saver(0).save(made, tmp_path / "linked", linked=True)
@@ -303,7 +303,7 @@ def test_a_row_that_a_precision_cannot_hold_is_named(
     for_serving(tmp_path / "trained", tmp_path / "served")
 
 
-def test_counts_of_ids_that_wait_are_left_out_and_what_they_read_is_kept(tmp_path: Path) -> None:
+def test_pending_counts_are_left_out_and_missing_reads_kept(tmp_path: Path) -> None:
     table = embedding(admission=admission.Count(3), not_admitted="oov")
     for _ in range(4):
         update(table(torch.tensor([1, 2])))

@@ -315,7 +315,7 @@ def test_a_logger_whose_level_cannot_be_read_keeps_no_thread_busy(tmp_path: Path
     assert sum("published" in line for line in lines) == 3
 
 
-def test_a_handler_that_makes_an_event_for_each_does_not_keep_a_call_for_ever(tmp_path: Path) -> None:
+def test_handler_that_logs_for_each_event_does_not_loop(tmp_path: Path) -> None:
     script = """
     table = opened("t")
     class Handler(logging.Handler):
@@ -455,9 +455,7 @@ def test_what_compaction_chooses_is_logged_with_its_reason(tmp_path: Path, caplo
     assert all(re.search(r"share=\d\.\d{3} .* free_bytes=\d+ rows_to_move=\d+", text) for text in chosen)
 
 
-def test_waits_for_room_and_states_that_are_given_up_for_it_are_warnings(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_space_waits_and_dropped_states_are_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first wait is said, and not each of those within a minute of it."""
     with caplog.at_level(logging.WARNING, f"{PACKAGE}.core"):
         table = CacheTable(

@@ -136,7 +136,7 @@ def test_an_empty_table_and_one_of_which_none_goes_have_no_cut():
         assert seen == [2, 0], "those that were trained after the step are not looked at"
 
 
-def test_it_is_told_how_many_rows_there_are_and_how_many_the_last_step_trained():
+def test_cut_gets_row_count_and_rows_of_the_last_step():
     known = {1: (1.0, STEP), 2: (5.0, STEP), 3: (1.0, 2), 4: (1.0, STEP + 1)}
     seen: list[TableRowCounts] = []
 

@@ -194,7 +194,7 @@ def test_a_save_in_a_thread_is_the_state_at_the_call(tmp_path: Path) -> None:
     assert len(held(tmp_path / "ckpt")) == 2
 
 
-def test_deltas_of_a_saver_hold_what_changed_before_and_after_saves_through_dcp(tmp_path: Path) -> None:
+def test_saver_deltas_hold_changes_across_saves_through_dcp(tmp_path: Path) -> None:
     model = Model(salt=1)
     Saver(0).save(model, tmp_path / "saver")
     table = model.tables["spread"]
@@ -286,7 +286,7 @@ def test_a_save_without_collectives_loads_by_rank(tmp_path: Path) -> None:
         save(dense_state(4), tmp_path / "ckpt", use_collectives=False)
 
 
-def test_a_rank_that_saves_alone_works_in_the_directory_that_it_checked(tmp_path: Path) -> None:
+def test_lone_rank_saves_in_the_directory_it_checked(tmp_path: Path) -> None:
     own, aside = tmp_path / "ckpt" / "rank-0", tmp_path / "aside"
 
     class Swapped(EmbCacheStorageWriter):
@@ -341,7 +341,7 @@ class Unplain(DefaultSavePlanner):
         return plans, metadata
 
 
-def test_a_save_that_fails_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_save_leaves_only_the_previous_checkpoint(tmp_path: Path) -> None:
     save(dense_state(1), tmp_path / "ckpt")
     before = held(tmp_path / "ckpt")
     with pytest.raises(CheckpointException) as raised:
@@ -382,9 +382,7 @@ def test_failed_async_save_removes_the_staged_tables(
     assert sorted(os.listdir(tmp_path / "ckpt")) == before
 
 
-def test_a_publication_that_fails_after_the_parts_were_taken_over_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_publication_after_moving_parts_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(salt=1)
     save(dense_state(1), tmp_path / "ckpt", model)
     before = sorted(os.listdir(tmp_path / "ckpt"))

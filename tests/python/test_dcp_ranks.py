@@ -287,9 +287,8 @@ def failing(rank: int, size: int, path: str) -> None:
     assert sorted(row for rank_rows in contents for row in rank_rows) == rows(3)
 
 
-def test_an_error_of_one_rank_fails_the_save_on_all_and_leaves_the_checkpoint_before(
-    two_ranks: World, tmp_path: Path
-) -> None:
+def test_error_on_one_rank_fails_the_save_on_all(two_ranks: World, tmp_path: Path) -> None:
+    """The previous checkpoint stays."""
     two_ranks.run(failing, str(tmp_path / "ckpt"))
 
 

@@ -91,7 +91,7 @@ def _trained(backend: dict[str, Any], folder: Path) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "device"), DEFAULTS)
-def test_results_are_float32_on_the_tables_device_whatever_the_defaults(
+def test_results_are_float32_on_the_table_device(
     backend: dict[str, Any], dtype: torch.dtype, device: str, tmp_path: Path
 ) -> None:
     want = _trained(backend, tmp_path / "plain")

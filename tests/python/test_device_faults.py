@@ -90,9 +90,8 @@ class Pair:
 @pytest.mark.filterwarnings("ignore:table '[ab]'.* did not fit")
 @pytest.mark.parametrize("tiers", ["host", "ssd"])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_memory_that_torch_refuses_at_any_call_of_a_step_changes_no_row_or_makes_the_tables_refuse_use(
-    kernels, tiers, tmp_path, monkeypatch
-):
+def test_step_without_memory_is_atomic_or_poisons_tables(kernels, tiers, tmp_path, monkeypatch):
+    """The allocation fails at each call of torch in turn."""
     monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
     refusing = Refusing(monkeypatch)
     expected = Pair(tmp_path / "expected", tiers).trained()
@@ -152,7 +151,7 @@ def test_a_device_tier_that_cannot_grow_is_as_before(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_device_tier_that_was_opened_or_grew_in_inference_mode_is_trained_later(kernels, monkeypatch):
+def test_device_tier_opened_or_grown_in_inference_mode_trains(kernels, monkeypatch):
     monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
     with make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB")) as bag:
         found: list[torch.Tensor] = []
@@ -172,7 +171,7 @@ def test_a_device_tier_that_was_opened_or_grew_in_inference_mode_is_trained_late
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the core's kernels run on the CPU")
-def test_an_update_is_not_lost_when_another_thread_grows_the_device_tier_meanwhile(monkeypatch):
+def test_update_survives_concurrent_growth_of_the_device_tier(monkeypatch):
     """Let the other thread come when this one has looked the tensors up and has not updated them yet."""
     monkeypatch.setenv("EMBCACHE_KERNELS", "core")
     settings = {"optimizer": optimizers.SGD(lr=1.0), "initializer": initializers.Constant(1.0)}

@@ -152,9 +152,7 @@ def close(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("on_ssd", [False, True], ids=["ram", "ssd"])
 @pytest.mark.parametrize("kind", PIPELINES)
-def test_a_pipeline_over_a_small_device_tier_has_the_bits_of_the_plain_loop(
-    kind: str, on_ssd: bool, tmp_path: Path
-) -> None:
+def test_pipeline_over_small_device_tier_matches_plain_loop(kind: str, on_ssd: bool, tmp_path: Path) -> None:
     plain, _ = made()
     want = train(plain, batches())
     model, optimizer = made(tmp_path if on_ssd else None)
@@ -185,7 +183,7 @@ def train_semi_synchronously(model: nn.Module, steps: list[Batch]) -> Tensor:
     return torch.stack(losses)
 
 
-def test_a_pipeline_that_forwards_before_a_backward_has_the_bits_of_such_a_loop() -> None:
+def test_pipeline_with_forward_before_backward_matches_its_loop() -> None:
     plain, _ = made()
     want = train_semi_synchronously(plain, list(batches()))
     model, optimizer = made()
@@ -370,7 +368,7 @@ def test_rows_do_not_move_ahead_where_a_rule_decides_which_there_are(options: di
         assert looked_up(model) == distinct_ids(steps[:done])
 
 
-def test_an_evaluation_and_a_reset_between_steps_leave_rows_that_moved_ahead_as_they_were() -> None:
+def test_evaluation_and_reset_keep_prefetched_rows() -> None:
     plain, plain_optimizer = made()
     model, optimizer = made()
     pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE)
@@ -406,7 +404,7 @@ def both_evaluate(models: list[nn.Module], batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_is_done_between_steps_finds_the_rows_of_the_plain_loop(seed: int, tmp_path: Path) -> None:
+def test_calls_between_steps_find_the_rows_of_the_plain_loop(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     plain, plain_optimizer = made()
     (tmp_path / "tiers").mkdir(mode=0o700)
@@ -462,7 +460,7 @@ def test_whatever_is_done_between_steps_finds_the_rows_of_the_plain_loop(seed: i
     close(model)
 
 
-def test_a_model_that_is_taken_from_the_pipeline_has_all_of_its_device_budget() -> None:
+def test_model_detached_from_pipeline_has_full_device_budget() -> None:
     plain, plain_optimizer = made()
     model, optimizer = made()
     pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE)
@@ -512,7 +510,7 @@ def test_the_batches_after_one_whose_ids_could_not_be_read_move_ahead(
     assert pinned_rows(model) == 0
 
 
-def test_an_evaluation_through_the_pipeline_amid_training_moves_no_other_batch_ahead() -> None:
+def test_evaluation_in_the_pipeline_prefetches_no_other_batch() -> None:
     plain, plain_optimizer = made()
     model, optimizer = made()
     pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=2)

@@ -67,7 +67,7 @@ def kernels(request, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
-def test_rows_are_whole_while_a_thread_trains_and_others_read_export_and_flush(kernels, life, tmp_path):
+def test_concurrent_reads_exports_and_flushes_see_whole_rows(kernels, life, tmp_path):
     is_slow = kernels == "triton" and DEVICE.type == "cpu"  # a step in Triton's interpreter takes long
     steps = STEPS // 8 if is_slow else STEPS
     with made(tmp_path) as bag:

@@ -75,7 +75,7 @@ def of_two_ranks(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("reopen", [None, "resume"])
-def test_files_of_another_number_of_ranks_are_named_with_the_way_to_remove_them(
+def test_files_of_another_rank_count_are_named_with_a_remedy(
     of_two_ranks: Path, reopen: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), shard(of_two_ranks, 0, 1, reopen=reopen):
@@ -101,7 +101,7 @@ def train_alone(say: Any, directory: Path) -> None:
     signal.pause()
 
 
-def test_auto_removes_files_of_another_number_of_ranks_when_its_own_rows_are_flushed(
+def test_auto_removes_files_of_another_rank_count_after_a_flush(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = []
@@ -216,9 +216,7 @@ def test_what_is_no_directory_of_a_table_stays(of_two_ranks: Path, what: str, ca
     assert ("1-of-2 was left" in caplog.text) == (what in ("no lock", "other file"))
 
 
-def test_a_table_of_one_rank_that_moved_to_another_says_where_its_files_are(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_table_moved_to_another_rank_names_its_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with shard(tmp_path, 0, 2, buckets=(0, 4093)):
         pass
     with caplog.at_level(logging.WARNING), shard(tmp_path, 1, 2, buckets=(0, 4093), reopen="auto"):
@@ -241,9 +239,10 @@ def test_budgets_past_the_free_space_of_the_file_system_warn_once(tmp_path: Path
     first.close()
 
 
-def test_a_table_whose_warning_is_made_an_error_can_be_opened_again_though_somebody_keeps_the_error(
+def test_table_reopens_after_a_warning_raised_as_an_error(
     tmp_path: Path,
 ) -> None:
+    """The error, and with it the frames, are still referenced."""
     system = os.statvfs(tmp_path)
     tiers = ssd_tiers(tmp_path / "ssd", ssd_bytes=2 * system.f_bavail * system.f_frsize + (1 << 40))
     with warnings.catch_warnings():
@@ -339,9 +338,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def test_what_a_person_would_want_to_know_is_logged_once_at_info_and_no_step_is(
-    tmp_path: Path, logged: list[str]
-) -> None:
+def test_events_are_logged_once_at_info_and_steps_are_not(tmp_path: Path, logged: list[str]) -> None:
     tiers = {"host_bytes": "1MiB", "ssd_bytes": "16MiB"}
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", **tiers)) as bag:
         assert [line for line in logged if "torchrec_embcache.core" not in line] == [
@@ -417,9 +414,7 @@ class _Holds(CacheModule, torch.nn.Module):
         return {"t": self._table}
 
 
-def test_a_load_by_another_number_of_ranks_than_saved_says_so_and_one_rank_speaks_for_all(
-    two_ranks: World, tmp_path: Path, logged: list[str]
-) -> None:
+def test_load_by_another_rank_count_is_logged_by_one_rank(two_ranks: World, tmp_path: Path, logged: list[str]) -> None:
     first, second = two_ranks.run(save_on, str(tmp_path / "saved"))
     assert [line.split(" in ")[0] for line in first] == ["saved 0 rows"]
     assert second == []

@@ -95,7 +95,7 @@ def sections(page: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", exceptions.__all__)
-def test_every_error_has_its_section_with_a_message_that_is_shown_by_real_code(name: str) -> None:
+def test_every_error_section_shows_a_message_of_real_code(name: str) -> None:
     page = "docs/troubleshooting.md" if name.endswith("Warning") else "docs/errors.md"
     assert name in sections(page)
     shown = [

@@ -207,7 +207,7 @@ def test_rowwise_adagrad_follows_its_formula(decay, backend):
         torch.testing.assert_close(found.slots["sum"], total)
 
 
-def test_a_learning_rate_set_between_forward_and_backward_counts_for_prefetched_batches_too():
+def test_learning_rate_set_before_backward_applies_to_prefetched():
     with make_bag(optimizer=optimizers.SGD(lr=1.0)) as bag:
         ids = torch.tensor([[1]])
         before = rows_of(bag, [1])
@@ -218,7 +218,7 @@ def test_a_learning_rate_set_between_forward_and_backward_counts_for_prefetched_
         torch.testing.assert_close(rows_of(bag, [1]), before - 0.25)
 
 
-def test_the_gradient_of_per_sample_weights_is_that_of_the_rows_before_the_update(backend):
+def test_per_sample_weight_gradient_uses_rows_before_the_update(backend):
     ids, offsets, scale = torch.tensor([1, 2, 1, 3]), torch.tensor([0, 3]), torch.randn(2, 4)
     for training in (True, False):
         with make_bag(mode="sum", **backend) as bag:
@@ -339,7 +339,7 @@ def test_a_derivative_of_the_update_is_refused_before_it_runs():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_activations_give_the_same_update_and_keep_what_was_prefetched(reentrant, recwarn):
+def test_activation_checkpointing_keeps_update_and_prefetch(reentrant, recwarn):
     batches = [torch.tensor([[1, 2]]), torch.tensor([[2, 3]])]
     plain, checkpointed = make_bag(), make_bag()
     for ids in batches:

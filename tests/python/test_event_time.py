@@ -103,7 +103,7 @@ def test_a_table_that_goes_back_to_a_checkpoint_goes_on_from_its_time(tmp_path, 
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("steps", [0, 1], ids=["not trained", "trained"])
-def test_a_checkpoint_without_times_does_not_make_event_time_the_systems(tmp_path, door, steps):
+def test_checkpoint_without_times_keeps_event_time(tmp_path, door, steps):
     with embedding(eviction=Policy([Ttl(steps=1 << 40)]), tiers=budgets("ssd", tmp_path / "a")) as table:
         trained(table, [1])
         Saver(0).save(table, tmp_path / "saved")
@@ -128,7 +128,7 @@ def test_a_checkpoint_without_times_does_not_make_event_time_the_systems(tmp_pat
         assert ids_of(table) == []
 
 
-def test_times_that_come_again_after_a_load_may_be_before_the_one_that_was_set(tmp_path):
+def test_times_after_a_load_may_precede_the_set_time(tmp_path):
     with embedding() as table:
         trained(table, [1])
         Saver(0).save(table, tmp_path / "saved")

@@ -130,7 +130,7 @@ def test_a_row_that_expires_after_it_was_prefetched_is_born_again():
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_batch_that_was_forwarded_before_a_sweep_keeps_its_rows_until_its_end(trains):
+def test_rows_of_a_forwarded_batch_outlive_a_sweep(trains):
     table = embedding(eviction=Policy([Ttl(steps=1)]))
     update(table(torch.tensor([1, 2])))
     forwarded = table(torch.tensor([1]))
@@ -197,7 +197,7 @@ def test_an_id_whose_row_left_is_counted_from_0_again(lookahead):
     assert table.stats().admission.pending == model.table.stats().admission.pending > 0
 
 
-def test_a_copy_has_the_rows_that_are_left_and_goes_on_as_the_table_does():
+def test_copy_has_the_remaining_rows_and_continues_alike():
     policy = Policy([Ttl(steps=3)], every_steps=4)
     table, dice = embedding(eviction=policy), random.Random(5)
     for _ in range(10):

@@ -99,7 +99,7 @@ def one_rank(tmp_path):
 @pytest.mark.parametrize(("every", "calls"), [(2, []), (None, [4, 5, 9])], ids=["every 2 steps", "by call"])
 @pytest.mark.parametrize("shardings", [ROW_WISE, TABLE_WISE, MIXED], ids=["row-wise", "table-wise", "mixed"])
 @pytest.mark.usefixtures("one_rank")
-def test_ranks_agree_on_what_leaves_and_it_has_left_right_after_the_step(two_ranks, shardings, every, calls):
+def test_ranks_agree_on_a_sweep_and_rows_leave_after_the_step(two_ranks, shardings, every, calls):
     rules = [L2Norm(below=0.02)]
     expected, losses = trained_with(0, 1, shardings, Policy([Ttl(steps=LAG), *rules], every_steps=every), calls)
     policy = Policy([Least(), *rules], every_steps=every)
@@ -146,7 +146,8 @@ def refused(rank: int, world: int, when: str) -> Any:
 
 
 @pytest.mark.parametrize("when", ["step", "evict"])
-def test_an_error_of_one_rank_while_they_agree_is_raised_on_both_and_no_row_leaves(two_ranks, when):
+def test_error_on_one_rank_aborts_the_sweep_on_all(two_ranks, when):
+    """It is raised on both ranks, and no row leaves."""
     for said, left, steps in two_ranks.run(refused, when):
         assert len(said) == 1
         assert "the disk is gone" in said[0]
@@ -187,7 +188,7 @@ COUNTED: dict[str, Any] = {"admission": Count(3)}
     ],
     ids=["shared row", "threshold", "clicks", "half life", "no eviction", "every_steps"],
 )
-def test_ranks_with_other_settings_are_told_all_of_them_when_they_are_sharded(three_ranks, options, of_rank_1, said):
+def test_ranks_with_different_rules_see_all_of_them_when_sharded(three_ranks, options, of_rank_1, said):
     for refusal, tables in three_ranks.run(with_others_settings, options, of_rank_1):
         first, second = (refusal.index(words) for words in said)
         assert "'bags': table 'ta' has " in refusal
@@ -212,7 +213,7 @@ def test_one_shard_alone_cannot_be_swept(two_ranks):
     assert sum(left for _, left in two_ranks.run(one_shard)) > 0
 
 
-def test_a_shard_whose_process_knows_no_other_is_not_saved_as_if_it_were_alone():
+def test_lone_shard_of_an_agreed_rule_is_not_saved_alone():
     table = CacheTable(
         name="item",
         dim=2,

@@ -49,7 +49,7 @@ def test_each_row_counts_for_the_rule_that_took_it(tmp_path, tiers, lookahead, p
             assert len(found.evicted_by_rule) > 1
 
 
-def test_rows_that_a_cut_took_count_as_standing_and_those_above_a_floor_for_their_rule():
+def test_rows_cut_by_keep_count_as_standing_in_counters():
     table = embedding(eviction=Policy([Ttl(steps=2), Keep(rows=8)]))
     update(table(torch.arange(5)))
     update(table(torch.arange(10, 16)))

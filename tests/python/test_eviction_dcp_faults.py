@@ -77,7 +77,7 @@ def planned_badly(rank: int, world: int, path: str) -> None:
     assert set(rows_of_all(model).values()) == {KEPT}
 
 
-def test_a_planner_that_fails_on_one_rank_ends_the_save_on_all_before_any_row_leaves(two_ranks, tmp_path: Path):
+def test_planner_failure_on_one_rank_aborts_before_the_sweep(two_ranks, tmp_path: Path):
     two_ranks.run(planned_badly, str(tmp_path / "saved"))
 
 
@@ -117,7 +117,7 @@ def staged_badly(rank: int, world: int, path: str) -> None:
     assert set(rows_of_all(model).values()) == {KEPT}
 
 
-def test_a_directory_that_one_rank_cannot_open_ends_a_save_beside_training_on_all(two_ranks, tmp_path: Path):
+def test_unopenable_directory_on_one_rank_aborts_async_save(two_ranks, tmp_path: Path):
     two_ranks.run(staged_badly, str(tmp_path))
 
 
@@ -146,5 +146,5 @@ def written_badly(rank: int, world: int, path: str) -> None:
     assert not [name for name in dcp_cases.held(path) if name.startswith("part-")]
 
 
-def test_async_save_that_fails_on_one_rank_leaves_no_part_after_the_next(two_ranks, tmp_path: Path):
+def test_failed_async_save_on_one_rank_leaves_no_part_later(two_ranks, tmp_path: Path):
     two_ranks.run(written_badly, str(tmp_path / "saved"))

@@ -38,7 +38,7 @@ def train(table: Any, steps: range) -> None:
         update(table(torch.arange(step * 60, step * 60 + 60)))
 
 
-def test_a_call_for_several_tables_sweeps_none_where_one_could_not_be_written(tmp_path: Path, small_disk: str) -> None:
+def test_call_for_several_tables_sweeps_none_if_one_cannot_write(tmp_path: Path, small_disk: str) -> None:
     policy = Policy([Ttl(steps=3)])
     model = nn.ModuleDict(
         {
@@ -104,7 +104,7 @@ def test_a_sweep_whose_writes_fail_is_done_in_what_is_read_and_saved(
         table.close()
 
 
-def test_a_damaged_record_stops_a_sweep_that_reads_it_and_no_batch_that_does_not(tmp_path: Path) -> None:
+def test_damaged_record_stops_only_the_sweep_that_reads_it(tmp_path: Path) -> None:
     model = Expected(Policy([Score(below=0.9)]))
     folder = tmp_path / "ssd"
     table = embedding(tiers=budgets("ssd", folder), eviction=model.policy, score_half_life_steps=HALF_LIFE)

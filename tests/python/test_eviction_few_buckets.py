@@ -124,7 +124,7 @@ def loaded_after(rank: int, world: int, first: str, second: str) -> tuple[Rows, 
 
 
 @pytest.mark.parametrize("buckets", [1, 2])
-def test_a_checkpoint_with_more_buckets_that_is_loaded_next_is_spread_over_all_ranks(
+def test_load_of_more_buckets_spreads_them_over_all_ranks(
     tmp_path: Path, two_ranks: World, three_ranks: World, buckets: int
 ) -> None:
     few, many = str(tmp_path / "few"), str(tmp_path / "many")

@@ -16,7 +16,7 @@ TWO = Policy([Keep(2)], every_steps=1)
 
 @pytest.mark.parametrize("place", ["ram", "ssd"])
 @pytest.mark.parametrize("policy", [TWO, Policy([Keep(2), All([Share(0.1), L2Norm(below=0.1)])], every_steps=1)])
-def test_a_sweep_that_fails_leaves_the_other_modules_of_the_loss_their_step(tmp_path, place, policy):
+def test_failed_sweep_does_not_stop_other_modules_of_the_loss(tmp_path, place, policy):
     tiers = budgets(place, tmp_path)
     first = embedding(name="first", tiers=tiers)
     swept = embedding(name="swept", tiers=tiers, eviction=policy)

@@ -85,7 +85,7 @@ def loaded(rank: int, world: int, root: Path, place: Path) -> Any:
     return times, then, go_on(model, rank, world, SAVED, END)
 
 
-def test_ranks_that_go_on_from_a_linked_checkpoint_forget_as_those_that_never_ended(
+def test_ranks_resumed_from_a_linked_checkpoint_expire_alike(
     two_ranks: World, three_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, divided = tmp_path / "linked", tmp_path / "divided"

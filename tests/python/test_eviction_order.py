@@ -116,7 +116,7 @@ def test_fewer_rows_than_one_batch_cannot_be_kept():
     assert sorted(ids_of(both)) == [4, 5]
 
 
-def test_the_sweep_of_a_step_that_keeps_too_few_fails_and_the_step_is_made(tmp_path):
+def test_sweep_that_keeps_too_few_rows_fails_after_the_step(tmp_path):
     table = embedding(eviction=Policy([Keep(2)], every_steps=2), tiers=budgets("ssd", tmp_path))
     update(table(torch.tensor([1, 2, 3])))
     with pytest.raises(ConfigError, match="trained 3 rows"):

@@ -115,7 +115,7 @@ def swept_alone(rank: int, world: int, path: str) -> Any:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_save_after_one_rank_has_swept_alone_is_full_and_the_next_ones_are_deltas(two_ranks, tmp_path):
+def test_save_after_one_rank_swept_alone_is_full_then_deltas(two_ranks, tmp_path):
     results = two_ranks.run(swept_alone, str(tmp_path / "saved"))
     kinds = results[0][0]
     assert results[1][0] == kinds

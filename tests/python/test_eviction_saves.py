@@ -134,7 +134,7 @@ def by_megatron(table: EmbCacheEmbedding, path: Path, *, asynchronous: bool) -> 
 
 
 @pytest.mark.parametrize("door", ["full", "async", "dcp", "blocks"])
-def test_a_save_whose_sweep_fails_has_written_nothing_and_the_next_one_works(tmp_path, monkeypatch, door):
+def test_save_whose_sweep_fails_writes_nothing_and_next_works(tmp_path, monkeypatch, door):
     path = tmp_path / "saved"
     table = embedding(eviction=AT_SAVES)
     trained(table, 1)
@@ -224,7 +224,7 @@ def test_a_load_goes_on_with_the_rules_of_the_table_that_loads(tmp_path):
 
 
 @pytest.mark.parametrize("swept", ["by a call", "by a save"])
-def test_a_share_that_was_taken_before_a_flush_is_not_taken_again_after_its_resume(tmp_path, swept):
+def test_share_taken_before_a_flush_is_not_taken_after_resume(tmp_path, swept):
     def made(reopen: str | None) -> EmbCacheEmbedding:
         tiers = ssd_tiers(tmp_path / "tiers", host_bytes="16KiB", ssd_bytes="64MiB", reopen=reopen)
         return embedding(tiers=tiers, eviction=Policy([Share(0.2)]), score_half_life_steps=HALF_LIFE)

@@ -176,7 +176,7 @@ def test_the_steps_of_a_checkpoint_without_times_count_as_of_the_next(tmp_path):
     assert has_times()
 
 
-def test_a_table_whose_time_is_the_systems_takes_what_was_trained_before():
+def test_set_time_expires_rows_trained_under_system_time():
     table = embedding(eviction=Policy([Ttl(seconds=3600)]))
     native = shard_of(table.table).native
     before = native.now() / 1000
@@ -341,7 +341,8 @@ def one_time(rank: int, world: int) -> Any:
     return said, nows
 
 
-def test_a_time_that_goes_back_or_is_none_on_one_rank_is_an_error_on_both_and_time_stays(two_ranks):
+def test_time_backward_or_missing_on_one_rank_fails_on_both(two_ranks):
+    """The time of both stays."""
     for said, nows in two_ranks.run(one_time):
         assert ["does not go back" in said[0], "give seconds as a number" in said[1]] == [True, True]
         assert nows == {1000 * (BEGIN + 5)}

@@ -77,7 +77,7 @@ class Page(HTMLParser):
             self.texts.setdefault(self.open[-1], []).append(data.strip())
 
 
-def test_movielens_agrees_with_plain_torchrec_and_its_report_tells_what_was_found(tmp_path: Path) -> None:
+def test_movielens_matches_torchrec_and_reports_its_findings(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir(mode=0o750)
     path = tmp_path / "a" / "report.html"
     arguments = ("--ratings", 20_000, "--epochs", 1, "--folder", tmp_path / "work", "--report", path)
@@ -116,7 +116,7 @@ def test_movielens_agrees_with_plain_torchrec_and_its_report_tells_what_was_foun
     assert f"SSD: 0 at first, {last['cross']['ssd.rows']:,} at last" in page.pictures["cross: rows by tier"]
 
 
-def test_without_matplotlib_the_demo_runs_and_says_that_there_is_no_report(tmp_path: Path) -> None:
+def test_demo_without_matplotlib_says_there_is_no_report(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('it is not there')")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     report = tmp_path / "report.html"
@@ -181,7 +181,7 @@ def test_zipf_over_a_tenth_of_the_ram_gives_the_same_bits() -> None:
     assert "the same losses and rows, bit for bit" in out
 
 
-def test_a_year_in_an_hour_keeps_a_capped_table_beside_an_unbounded_one() -> None:
+def test_year_in_an_hour_compares_capped_and_unbounded_tables() -> None:
     out = run("examples/year_in_an_hour.py", "--days", 35, "--scale", 0.05)
     assert "DIFFERS" not in out
     months = [[float(figure) for figure in line.replace("|", " ").split()] for line in out.splitlines()[2:4]]
@@ -203,7 +203,7 @@ def test_admission_spares_the_ids_that_come_once() -> None:
     assert written > 50, "and is not written to SSD"
 
 
-def test_lightning_goes_on_with_the_bits_of_a_run_that_was_not_interrupted(tmp_path: Path) -> None:
+def test_lightning_example_resumes_bit_for_bit(tmp_path: Path) -> None:
     program = [ROOT / "examples" / "lightning_dlrm.py", "--clicks", 3_000]
     first = run(*program, "--epochs", 1, cwd=tmp_path)
     second = run(*program, "--epochs", 2, cwd=tmp_path)
@@ -227,7 +227,7 @@ def test_torchrecs_checkpoints_come_and_go_by_the_command() -> None:
 CRITEO = [ROOT / "examples" / "criteo_parquet.py", "--groups", 1, "--say-every", 4, "--host", "2MiB"]
 
 
-def test_criteo_goes_on_with_the_bits_of_a_run_that_was_not_interrupted(tmp_path: Path) -> None:
+def test_criteo_example_resumes_bit_for_bit(tmp_path: Path) -> None:
     def losses(said: str) -> dict[str, str]:
         return dict(re.findall(r"(step \d+): (loss [\d.]+)", said))
 

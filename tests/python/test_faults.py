@@ -428,16 +428,12 @@ def test_memory_that_is_refused_is_an_error_and_not_the_end(
     )
 
 
-def test_no_memory_for_the_first_rows_on_ssd_is_an_error_and_not_the_end(
-    tmp_path: Path, run: Callable[..., str]
-) -> None:
+def test_no_memory_for_first_ssd_rows_is_an_error(tmp_path: Path, run: Callable[..., str]) -> None:
     assert run("memory_for_the_index_on_ssd", str(tmp_path)) == HostMemoryError.__name__, "no limit was met"
 
 
 @pytest.mark.parametrize("device", ["0", "256KiB"])
-def test_calls_without_memory_raise_and_neither_end_the_process_nor_hang(
-    device: str, tmp_path: Path, run: Callable[..., str]
-) -> None:
+def test_calls_without_memory_raise_and_do_not_hang(device: str, tmp_path: Path, run: Callable[..., str]) -> None:
     assert HostMemoryError.__name__ in run("memory_of_calls", str(tmp_path), device), "no limit was met"
 
 

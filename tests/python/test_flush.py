@@ -173,7 +173,7 @@ def test_a_flush_of_a_model_is_one_state_of_all_its_tables(tmp_path):
         bag.close()
 
 
-def test_a_flush_that_ends_between_two_tables_leaves_the_state_before_it(tmp_path, monkeypatch):
+def test_flush_that_ends_between_tables_leaves_the_prior_state(tmp_path, monkeypatch):
     model = two_bags(tmp_path / "ssd")
     for bag in model.values():
         train(bag, BATCHES[:3])
@@ -194,7 +194,7 @@ def test_a_flush_that_ends_between_two_tables_leaves_the_state_before_it(tmp_pat
         bag.close()
 
 
-def test_a_first_flush_of_a_model_that_never_finished_is_nothing_to_resume(tmp_path, monkeypatch):
+def test_unfinished_first_flush_leaves_nothing_to_resume(tmp_path, monkeypatch):
     model = two_bags(tmp_path / "ssd")
     with monkeypatch.context() as patch:
         patch.setattr("torchrec_embcache.publish.CommitParticipant.commit_as_coordinator", lambda *_: None)
@@ -349,7 +349,7 @@ def test_a_root_whose_coordinator_is_gone_says_where_it_was(tmp_path, monkeypatc
         assert len(bag) > 0
 
 
-def test_a_damaged_older_state_is_dropped_with_a_warning_and_a_damaged_newest_one_is_an_error(tmp_path):
+def test_damaged_old_state_warns_and_damaged_newest_fails(tmp_path):
     bag = bag_in(tmp_path / "ssd")
     for bags in (BATCHES[:2], BATCHES[2:4]):
         train(bag, bags)
@@ -412,7 +412,7 @@ def refuse(_token):
 
 
 @pytest.mark.parametrize("budgets", [{}, {"reopen": None}, {"reopen": "discard"}])
-def test_a_token_for_a_table_that_resumes_nothing_is_refused_with_what_to_do(tmp_path, budgets):
+def test_commit_id_for_a_table_that_resumes_nothing_is_rejected(tmp_path, budgets):
     tiers = ssd_tiers(tmp_path / "ssd", **budgets) if budgets else TierBudgets(host_bytes="1MiB")
     table = CacheTable(name="t", dim=4, tiers=tiers, initializer=initializers.Constant(1), optimizer=None)
     with pytest.raises(StateError, match=r"commit_id=2 of table 't'.*reopen=\"resume\""):
@@ -422,7 +422,7 @@ def test_a_token_for_a_table_that_resumes_nothing_is_refused_with_what_to_do(tmp
 
 
 @pytest.mark.parametrize("left", ["closed", "unusable"])
-def test_a_table_that_is_closed_and_held_or_unusable_does_not_stop_the_flushes_of_others(tmp_path, left):
+def test_closed_or_unusable_tables_do_not_stop_other_flushes(tmp_path, left):
     tiers = ssd_tiers(tmp_path / "ssd", host_bytes="4KiB", flush_every=2)
     first, other = (make_bag(name=name, tiers=tiers) for name in ("first", "other"))
     for bag in (first, other):
@@ -436,7 +436,7 @@ def test_a_table_that_is_closed_and_held_or_unusable_does_not_stop_the_flushes_o
     other.close()
 
 
-def test_an_error_within_a_with_statement_stays_the_error_where_closing_fails_too(tmp_path):
+def test_error_in_a_with_block_survives_a_failing_close(tmp_path):
     bag = bag_in(tmp_path / "ssd")
     collection = EmbCacheEmbeddingBagCollection(
         [EmbCacheEmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])],
@@ -459,14 +459,15 @@ def test_an_error_within_a_with_statement_stays_the_error_where_closing_fails_to
         assert shard_of(shard).is_closed
 
 
-def test_a_flush_that_fails_on_one_rank_raises_on_all_and_leaves_the_state_before(two_ranks, tmp_path):
+def test_flush_error_on_one_rank_raises_on_all(two_ranks, tmp_path):
+    """The state before the flush stays."""
     rank_directory(tmp_path).mkdir(mode=0o700)
     first, second = two_ranks.run(flush_on_ranks, str(tmp_path), 1)
     assert first == ("rank 1: no room for the state", True)
     assert second == ("no room for the state", True)
 
 
-def test_a_directory_that_one_rank_cannot_list_after_a_flush_is_an_error_on_all(two_ranks, tmp_path):
+def test_unlistable_directory_on_one_rank_fails_on_all(two_ranks, tmp_path):
     rank_directory(tmp_path).mkdir(mode=0o700)
     first, second = two_ranks.run(flush_on_ranks, str(tmp_path), 1, True)
     assert first == ("rank 1: no room for the state", True)
@@ -532,7 +533,7 @@ def flush_on_machines(rank, _size, root, action="always"):
     return [str(warning.message) for warning in caught if issubclass(warning.category, EmbCacheWarning)], same
 
 
-def test_ranks_that_see_no_directory_of_one_another_are_told_what_a_kill_may_do(two_ranks, tmp_path):
+def test_ranks_without_a_shared_directory_warn_about_kills(two_ranks, tmp_path):
     (first, first_same), (second, second_same) = two_ranks.run(flush_on_machines, str(tmp_path))
     assert first_same
     assert second_same
@@ -573,7 +574,8 @@ def test_an_optimizer_can_be_set_until_there_are_rows(tmp_path):
             late.optimizer = optimizers.SGD()
 
 
-def test_an_optimizer_whose_rows_do_not_fit_the_budgets_is_refused_and_changes_nothing():
+def test_optimizer_whose_rows_exceed_budgets_is_rejected():
+    """Nothing changes."""
     tiers = TierBudgets(host_bytes="64KiB", device_bytes=400)  # a device tier for one row without slots
     with CacheTable(name="t", dim=64, tiers=tiers, initializer=initializers.Constant(1), optimizer=None) as table:
         table.open()

@@ -217,7 +217,7 @@ def test_clip_grad_norm_does_not_reach_the_rows_and_max_gradient_does():
     assert (rows.read_rows(torch.tensor([2])).weights - 1).abs().max() <= 0.1 + 1e-6
 
 
-def test_a_scaler_that_steps_the_fused_optimizer_is_refused_and_says_the_cure():
+def test_scaler_step_of_fused_optimizer_is_rejected_with_remedy():
     net, rows = model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -267,7 +267,7 @@ def test_gradients_of_other_tensors_alone_leave_the_rows_alone():
 
 
 @pytest.mark.parametrize("how", ["grad", "inputs", "anchor"])
-def test_gradients_that_pass_through_the_lookup_are_refused_and_eval_gives_them(how):
+def test_gradients_through_lookup_are_rejected_except_in_eval(how):
     with make_bag(mode="sum", optimizer=optimizers.SGD(lr=1.0)) as bag:
         weights = torch.ones(1, 2, requires_grad=True)
         loss = bag(torch.tensor([[1, 2]]), per_sample_weights=weights).sum()

@@ -64,7 +64,7 @@ def test_each_use_of_the_lock_is_counted_until_it_is_given_up() -> None:
     assert after > counts[2] + 1
 
 
-def test_training_the_same_batches_counts_the_same_waits_with_and_without_lookahead(tmp_path: Path) -> None:
+def test_waits_are_counted_alike_with_and_without_lookahead(tmp_path: Path) -> None:
     counts = []
     for depth in (0, 2):
         with make_bag(tiers=ssd_tiers(tmp_path / str(depth), host_bytes="64KiB")) as bag:
@@ -82,7 +82,7 @@ HISTOGRAMS = st.dictionaries(
 
 
 @given(HISTOGRAMS, HISTOGRAMS)
-def test_a_sum_counts_the_durations_of_both_and_a_difference_takes_them_away(one: Histogram, other: Histogram) -> None:
+def test_sum_and_difference_of_histograms_add_and_subtract(one: Histogram, other: Histogram) -> None:
     both = one + other
     assert is_well_formed(both)
     assert (both.count, both.sum_ns) == (one.count + other.count, one.sum_ns + other.sum_ns)
@@ -92,9 +92,7 @@ def test_a_sum_counts_the_durations_of_both_and_a_difference_takes_them_away(one
 
 
 @given(HISTOGRAMS, st.floats(0, 1))
-def test_at_least_the_share_of_a_quantile_is_below_it_and_less_below_the_bound_before(
-    found: Histogram, q: float
-) -> None:
+def test_quantile_bound_is_the_lowest_that_covers_the_share(found: Histogram, q: float) -> None:
     bound = found.quantile(q)
     if not found.count:
         assert bound == 0.0

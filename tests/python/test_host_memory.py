@@ -41,7 +41,7 @@ def test_a_budget_past_the_memory_warns_once_until_it_doubles() -> None:
     first.close()
 
 
-def test_budgets_of_open_tables_are_added_up_and_those_of_closed_ones_are_not() -> None:
+def test_only_budgets_of_open_tables_are_added_up() -> None:
     half = TierBudgets(host_bytes=MACHINE // 2 - (1 << 20), device_bytes="2MiB")
     bag("closed", half).close()
     with bag("first", half):
@@ -67,7 +67,7 @@ def test_the_limits_of_a_cgroup_and_of_those_above_it_count(tmp_path: Path) -> N
     assert limits(tmp_path) == [3000, 4000]
 
 
-def test_the_limit_of_a_container_whose_path_is_that_of_the_host_counts(tmp_path: Path) -> None:
+def test_container_limit_counts_under_the_host_path(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("5:cpu:/docker/1f\n4:cpuset,memory:/docker/1f\n0::/\n")
     (tmp_path / "sys/fs/cgroup/memory").mkdir(parents=True)

@@ -130,7 +130,7 @@ def test_ctrl_c_at_any_moment_of_a_step_leaves_a_table_that_trains_on(tmp_path: 
     assert out.strip() == "trained on"
 
 
-def test_forked_data_loader_workers_beside_training_leave_the_table_alone(tmp_path: Path) -> None:
+def test_forked_loader_workers_do_not_touch_the_table(tmp_path: Path) -> None:
     out = run(
         """
         bag = make(sys.argv[1])

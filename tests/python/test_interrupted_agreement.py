@@ -180,7 +180,7 @@ def interrupt_ranks(_rank: int, _world: int, name: str, file: str, base: Path) -
     ("name", "file"),
     [("evict", "collective.py"), ("save", "sessions/sweep.py"), ("step", "sweeping.py")],
 )
-def test_an_interrupt_of_all_ranks_at_any_line_sweeps_all_tables_of_all_ranks_or_none(
+def test_interrupt_of_all_ranks_sweeps_all_tables_or_none(
     two_ranks: World, name: str, file: str, tmp_path: Path
 ) -> None:
     """As Ctrl-C comes to all processes of a terminal."""

@@ -304,14 +304,12 @@ def result(child: Child) -> Any:
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_an_interrupt_at_any_line_of_a_save_leaves_the_table_as_it_was_and_the_next_saves_go_on(
-    name: str, tmp_path: Path
-) -> None:
+def test_interrupted_save_keeps_the_table_and_later_saves(name: str, tmp_path: Path) -> None:
     child = Child(interrupt_saves, name, str(tmp_path), list(SAVES).index(name) * 5, daemon=False)
     assert result(child) > 3
 
 
-def test_an_interrupt_at_any_line_of_the_threads_of_blocks_leaves_nobody_waiting_for_them() -> None:
+def test_interrupt_of_block_threads_leaves_no_thread_waiting() -> None:
     for stop_at in range(40):
         for _ in range(5):  # which thread is told first to end is not always the same one
             helpers, go_on = BoundedExecutor(3, "helper"), threading.Event()
@@ -325,7 +323,7 @@ def test_an_interrupt_at_any_line_of_the_threads_of_blocks_leaves_nobody_waiting
             assert not ending.is_alive(), lines.stopped_at
 
 
-def test_an_interrupt_between_the_tables_of_a_publication_loses_nothing_for_the_next_delta(tmp_path: Path) -> None:
+def test_interrupted_publication_loses_nothing_for_next_delta(tmp_path: Path) -> None:
     within = os.path.join(PACKAGE, "sessions", "save.py")
 
     def fresh(folder: Path) -> nn.ModuleDict:
@@ -360,9 +358,7 @@ def test_an_interrupt_between_the_tables_of_a_publication_loses_nothing_for_the_
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_an_interrupt_at_any_line_of_a_load_leaves_the_rows_or_a_table_that_refuses_use(
-    name: str, tmp_path: Path
-) -> None:
+def test_interrupted_load_keeps_rows_or_poisons_the_table(name: str, tmp_path: Path) -> None:
     child = Child(interrupt_loads, name, str(tmp_path), list(LOADS).index(name) * 5, daemon=False)
     tried, refused = result(child)
     assert tried > 5

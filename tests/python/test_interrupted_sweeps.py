@@ -90,9 +90,7 @@ def interrupt_sweeps(say: Callable[[Any], None], name: str, base: str, turn: int
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_interrupt_at_any_line_of_what_sweeps_leaves_the_sweep_whole_or_for_the_next_call(
-    name: str, tmp_path: Path
-) -> None:
+def test_interrupted_sweep_is_complete_or_left_to_the_next_call(name: str, tmp_path: Path) -> None:
     child = Child(interrupt_sweeps, name, str(tmp_path), list(OPERATIONS).index(name) * 5, daemon=False)
     tried, outcomes = result(child)
     assert tried > 3

@@ -106,7 +106,7 @@ TRIGGER = {"training_id_eviction_trigger_count": 1000}
         (FeatureScoreBasedEvictionPolicy, {"eviction_ttl_mins": 3, "enable_auto_feature_score_collection": True}),
     ],
 )
-def test_a_field_of_torchrecs_that_cannot_be_honoured_is_refused_by_its_name(kind, changes):
+def test_unsupported_torchrec_fields_are_rejected_by_name(kind, changes):
     field, value = list(changes.items())[-1]
     with pytest.raises(UnsupportedError) as caught:
         EmbCacheEmbeddingBagConfig(**CONFIG, virtual_table_eviction_policy=kind(**changes))
@@ -118,7 +118,7 @@ def test_every_field_of_torchrecs_policies_is_taken_or_refused():
     """So none of this TorchRec's is forgotten. The next test is of those that a later one adds."""
     tested = {
         (kind.__name__, name)
-        for mark in test_a_field_of_torchrecs_that_cannot_be_honoured_is_refused_by_its_name.pytestmark
+        for mark in test_unsupported_torchrec_fields_are_rejected_by_name.pytestmark
         for kind, changes in mark.args[1]
         for name in changes
     }
@@ -309,7 +309,7 @@ def test_what_of_recsdks_cannot_be_honoured_is_refused_by_its_name(config, words
         (lambda: EmbCacheEmbeddingConfig(**CONFIG, admit_and_evict_config=5), "admit_and_evict_config=5"),
     ],
 )
-def test_recsdks_fields_out_of_range_are_refused_naming_field_and_value(make, words):
+def test_recsdk_fields_out_of_range_are_rejected_with_value(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
 
@@ -327,7 +327,7 @@ def test_recsdks_configuration_reaches_the_table():
     assert lifecycle_of(plain) == LifecycleConfig(eviction=Policy([Ttl(steps=5)]), **COUNTED)
 
 
-def test_what_ids_read_that_get_no_row_is_refused_where_every_id_gets_one():
+def test_missing_reads_are_rejected_if_every_id_gets_a_row():
     """RecSDK's own configuration has that field always, and there it means nothing."""
     given = AdmitAndEvictConfig(not_admitted_default_value=0.5)
     config = EmbCacheEmbeddingConfig(**CONFIG, admit_and_evict_config=given)

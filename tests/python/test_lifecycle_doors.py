@@ -114,7 +114,7 @@ def lives_on(table: EmbCacheEmbedding, first: int, last: int) -> list[list[int]]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_rows_leave_at_the_same_step_after_a_load_of_megatrons_checkpoint(path: Path, asynchronous: bool) -> None:
+def test_rows_expire_at_the_same_step_after_a_megatron_load(path: Path, asynchronous: bool) -> None:
     straight, again = (embedding(**swept_after(10)) for _ in range(2))
     lives_on(straight, 1, 9)
     if asynchronous:
@@ -213,7 +213,7 @@ class Remembers(Recommender):
         return self.items.table.oov_row().tobytes(), state_of(self.items)
 
 
-def test_a_run_that_goes_on_from_lightnings_file_trains_the_shared_row_of_then(tmp_path: Path) -> None:
+def test_run_resumed_from_lightning_trains_the_saved_oov_row(tmp_path: Path) -> None:
     """Every id occurs once an epoch, so that each is refused in the first three."""
     tmp_path.chmod(0o700)
     whole, first, again = (Remembers(**SHARED) for _ in range(3))
@@ -248,7 +248,7 @@ class Timed(Recommender):
         self.left[self.global_step] = sorted(ids_of(self.items))
 
 
-def test_rows_leave_at_the_same_step_in_a_run_that_goes_on_from_lightnings_file(tmp_path: Path) -> None:
+def test_rows_expire_at_the_same_step_after_a_lightning_resume(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     whole, first, again = (Timed() for _ in range(3))
     trainer(tmp_path, 3).fit(whole)

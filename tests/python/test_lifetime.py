@@ -45,7 +45,7 @@ def killed(*bags: EmbCacheEmbeddingBag) -> None:
         shard_of(bag.table).native.close()
 
 
-def test_the_end_of_the_process_says_that_a_step_failed_half_way_and_flushes_nothing(tmp_path, monkeypatch):
+def test_exit_after_a_failed_step_warns_and_flushes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
     torn = bag_in(tmp_path / "torn", name="torn", device_bytes="64KiB")
     other = bag_in(tmp_path / "other", name="other", device_bytes="64KiB")
@@ -256,7 +256,7 @@ def test_a_forked_child_that_ends_flushes_nothing_of_its_parent(tmp_path: Path) 
     assert rows_and_step(tmp_path / "ssd") == (10, 2)
 
 
-def test_a_table_that_a_child_of_multiprocessing_made_is_flushed_when_the_child_ends(tmp_path: Path) -> None:
+def test_table_of_a_multiprocessing_child_is_flushed_at_its_exit(tmp_path: Path) -> None:
     program = """
     import multiprocessing
     parent = make("parent")
@@ -275,7 +275,7 @@ def test_a_table_that_a_child_of_multiprocessing_made_is_flushed_when_the_child_
     assert rows_and_step(tmp_path / "ssd", "child") == (10, 2)
 
 
-def test_a_table_that_cannot_be_flushed_at_the_end_says_what_a_resume_finds(tmp_path: Path) -> None:
+def test_table_that_cannot_flush_at_exit_says_what_resumes(tmp_path: Path) -> None:
     program = """
     import resource
     bag = make()
@@ -372,9 +372,7 @@ def test_only_open_tables_are_looked_after(tmp_path: Path) -> None:
 # ---- reopen="auto"
 
 
-def test_auto_starts_anew_where_nothing_was_published_and_resumes_what_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_starts_empty_or_resumes_the_published_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bag = bag_in(tmp_path / "ssd")
     train(bag, BATCHES[:4])
     killed(bag)
@@ -391,9 +389,7 @@ def test_auto_starts_anew_where_nothing_was_published_and_resumes_what_was(
             assert Contents.of(bag) == whole
 
 
-def test_auto_starts_anew_after_a_first_flush_of_a_model_that_never_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_starts_empty_after_an_unfinished_first_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.ModuleDict({name: bag_in(tmp_path / "ssd", name=name) for name in ("first", "second")})
     for bag in model.values():
         train(bag, BATCHES[:3])
@@ -528,7 +524,7 @@ def test_ranks_flush_their_tables_together_every_so_many_steps(two_ranks: World,
 # ---- marks
 
 
-def test_a_table_keeps_its_last_flush_with_others_while_those_are_flushed_alone(tmp_path: Path) -> None:
+def test_table_keeps_its_joint_flush_while_others_flush_alone(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({name: bag_in(tmp_path / "ssd", name=name) for name in ("first", "second")})
     for bag in model.values():
         train(bag, BATCHES[:2])
@@ -567,7 +563,7 @@ def train_unsharded(_rank: int, _size: int, settings: dict[str, Any]) -> str:
     return f"{len(made.tables['t'])} rows"
 
 
-def test_an_unsharded_collection_on_several_ranks_refuses_to_train_and_names_the_sharder(two_ranks: World) -> None:
+def test_unsharded_collection_on_ranks_names_the_sharder(two_ranks: World) -> None:
     for said in two_ranks.run(train_unsharded, {}):
         assert "on each of 2 ranks" in said
         assert "sharders=[EmbCacheEmbeddingBagCollectionSharder()]" in said
@@ -591,7 +587,7 @@ def warn_of_plain(_rank: int, _size: int) -> list[list[str]]:
     return said
 
 
-def test_a_plain_table_on_several_ranks_says_once_that_each_has_its_own(two_ranks: World) -> None:
+def test_plain_table_on_ranks_warns_once_that_each_has_its_own(two_ranks: World) -> None:
     for (said,), silent in two_ranks.run(warn_of_plain):
         assert "each of 2 ranks by itself" in said
         assert "sharders=" in said

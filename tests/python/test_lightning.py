@@ -178,7 +178,7 @@ def test_the_learning_rate_finder_leaves_the_rows_of_an_earlier_run(tmp_path):
     assert files_with_rows(tmp_path) == {"epoch=0"}
 
 
-def test_a_run_that_resumes_removes_the_rows_of_files_of_the_run_before(tmp_path):
+def test_resumed_run_removes_row_files_of_the_previous_run(tmp_path):
     tmp_path.chmod(0o700)
     first, again = (EmbCacheCheckpoint(tmp_path / "rows") for _ in range(2))
     trainer(tmp_path, 1, first, best(tmp_path, save_last=True)).fit(Recommender())
@@ -274,7 +274,7 @@ def monitored(folder: Path, epochs: int, logger: Any, monitor: EmbCacheMonitor) 
     return model
 
 
-def test_the_tables_counters_go_to_the_trainers_loggers_every_so_many_steps(tmp_path):
+def test_table_counters_reach_trainer_loggers_at_an_interval(tmp_path):
     logger = Recording()
     model = monitored(tmp_path, 3, logger, EmbCacheMonitor(every_n_steps=4))  # 5 steps an epoch
     assert [step for step, _ in logger.logged] == [4, 8, 12]
@@ -298,7 +298,7 @@ def test_tensorboard_reads_what_lightnings_logger_was_given(tmp_path):
     assert [(one.step, one.value) for one in events.Scalars("embcache/items/item/rows")] == [(5, 40.0), (10, 40.0)]
 
 
-def test_a_logger_that_fails_is_a_warning_once_and_the_training_goes_on(tmp_path, caplog):
+def test_failing_logger_warns_once_and_training_continues(tmp_path, caplog):
     logger = Recording()
     logger.fails = True
     with caplog.at_level("WARNING", "torchrec_embcache"):

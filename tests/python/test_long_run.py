@@ -61,9 +61,8 @@ def went_on(rank: int, world: int, folder: str) -> Any:
         return began, rows, pending, run.saves, rows_of(run.tables)
 
 
-def test_two_ranks_killed_amid_a_sweep_end_as_three_with_the_rows_of_an_uninterrupted_dict(
-    three_ranks: World, tmp_path: Path
-) -> None:
+def test_two_ranks_killed_in_a_sweep_continue_as_three(three_ranks: World, tmp_path: Path) -> None:
+    """At the end the rows are those of a dict that was not interrupted."""
     ranks = [Child(train_until_killed, rank, str(tmp_path), str(tmp_path / "store")) for rank in range(2)]
     killed = [child.ended() for child in ranks]
     assert [status for _, status in killed] == [-signal.SIGKILL] * 2

@@ -77,7 +77,7 @@ def until_none_is_announced(lookahead: PrefetchQueue) -> None:
         os.sched_yield()
 
 
-def test_batches_are_planned_on_another_thread_in_the_order_they_were_announced():
+def test_batches_are_planned_in_order_on_another_thread():
     lookahead, lookup = PrefetchQueue(), Lookup()
     beside(lookahead, lookup, 1, 2, 3)
     lookup.let.release(3)
@@ -87,7 +87,7 @@ def test_batches_are_planned_on_another_thread_in_the_order_they_were_announced(
     assert [take(lookahead, first) for first in (1, 2, 3)] == [(plan, 0) for plan in lookup.plans]
 
 
-def test_a_forward_waits_for_the_plan_of_its_batch_and_not_for_those_behind():
+def test_forward_waits_for_its_own_plan_only():
     lookahead, lookup = PrefetchQueue(), Lookup()
     beside(lookahead, lookup, 1, 2)
     lookup.begins()
@@ -142,7 +142,7 @@ def test_an_error_is_told_and_holds_up_no_other_batch():
     assert take(lookahead, 3) == (lookup.plans[1], 0)
 
 
-def test_batches_behind_one_that_the_budget_cuts_short_are_planned_once_it_is_gone():
+def test_batches_past_the_budget_are_planned_once_it_is_free():
     lookahead, lookup = PrefetchQueue(), Lookup(incomplete=1)
     lookup.let.release(4)
     beside(lookahead, lookup, 1, 2)

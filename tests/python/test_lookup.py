@@ -109,7 +109,7 @@ def test_features_of_several_tables_pool_and_train_as_in_torch(features, mean, w
     assert [len(table) for table in tables] == [len(ids) for ids in seen]
 
 
-def test_sequences_of_several_tables_are_rows_in_order_and_train_as_in_torch(backend):
+def test_sequences_of_several_tables_are_in_order_and_train(backend):
     tables = make_tables([4, 4], SPECS, backend)
     groups = [spec.param_group() for spec in SPECS]
     group = LookupGroup([shard_of(table) for table in tables], FEATURE_TABLES, lambda: groups)
@@ -168,7 +168,7 @@ def test_malformed_offsets_and_averages_of_weighted_bags_are_refused():
     assert [table.stats().pinned_rows for table in tables] == [0, 0]
 
 
-def test_an_error_of_the_hyperparameters_leaves_the_backward_to_be_tried_again():
+def test_hyperparameter_error_leaves_the_backward_retryable():
     tables = make_tables([4], SPECS[:1], {"tiers": TierBudgets(host_bytes="1MiB")})
     groups = [{"lr": -1.0}]
     group = LookupGroup([shard_of(table) for table in tables], [0], lambda: groups)

@@ -138,7 +138,8 @@ def test_tables_come_back_without_slots_under_another_optimizer(path: Path) -> N
         dist_checkpointing.save({"sparse": megatron.sharded_tables(model, slots=False)}, str(path), megatron.STRATEGY)
 
 
-def test_a_directory_of_tables_that_is_a_link_a_pipe_or_open_to_others_is_refused(path: Path, tmp_path: Path) -> None:
+def test_unsafe_table_directory_is_rejected(path: Path, tmp_path: Path) -> None:
+    """A link, a pipe, or a directory that others can write to."""
     bag = trained().bag
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o750)
@@ -209,9 +210,7 @@ def test_missing_and_unexpected_keys_are_reported_as_megatron_does(path: Path) -
         dist_checkpointing.load({"sparse": megatron.sharded_tables(other, key="renamed")}, str(path))
 
 
-def test_a_linked_checkpoint_in_the_tables_place_loads_where_it_fits_and_else_the_error_says_what_to_do(
-    path: Path, tmp_path: Path
-) -> None:
+def test_linked_checkpoint_loads_where_it_fits_or_names_a_remedy(path: Path, tmp_path: Path) -> None:
     def model(name: str) -> Model:
         (tmp_path / name).mkdir(mode=0o750)
         made = Model()
@@ -277,7 +276,7 @@ class OnlyTensorsLoad(megatron.LoadShardedStrategy):
     can_handle_sharded_objects = False  # type: ignore[assignment]
 
 
-def test_the_common_strategies_take_the_tables_where_the_other_leaves_objects_to_them(path: Path) -> None:
+def test_common_strategies_accept_tables_with_objects_left_over(path: Path) -> None:
     model = trained()
     dist_checkpointing.save(model.state() | extra({"seed": 4}), str(path), OnlyTensorsSave())
     assert (path / "rng" / "shard_0_1.pt").exists()
@@ -290,7 +289,7 @@ def test_the_common_strategies_take_the_tables_where_the_other_leaves_objects_to
     assert {each.key for each in found.values()} == {"dense.weight", "dense.bias", "rng", "embcache"}
 
 
-def test_checkpoints_of_megatrons_own_strategy_are_read_and_others_refused(path: Path) -> None:
+def test_megatron_checkpoints_are_read_and_others_rejected(path: Path) -> None:
     tensor = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
     dist_checkpointing.save(tensor, str(path), megatron.SaveShardedStrategy("torch_dist", 1))
     into = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
@@ -305,7 +304,7 @@ def test_checkpoints_of_megatrons_own_strategy_are_read_and_others_refused(path:
             dist_checkpointing.load(into, str(path), megatron.LoadShardedStrategy())
 
 
-def test_tensors_that_cannot_be_written_are_an_error_and_leave_no_checkpoint(path: Path) -> None:
+def test_unwritable_tensors_raise_and_leave_no_checkpoint(path: Path) -> None:
     model = trained()
     request = dist_checkpointing.save(model.state(), str(path), megatron.STRATEGY, async_sharded_save=True)
     for entry in path.iterdir():
@@ -317,9 +316,7 @@ def test_tensors_that_cannot_be_written_are_an_error_and_leave_no_checkpoint(pat
     assert not (path.with_name("moved") / "metadata.json").exists()
 
 
-def test_an_asynchronous_save_waits_for_tables_when_it_is_finalized_and_fails_with_them(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_async_save_waits_for_tables_and_fails_with_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables: Future[Any] = Future()
     monkeypatch.setattr(Saver, "save_async", lambda *_: tables)
     request = dist_checkpointing.save(trained().state(), str(path), megatron.STRATEGY, async_sharded_save=True)
@@ -359,7 +356,8 @@ def test_the_interface_is_that_of_megatrons_base_classes() -> None:
             strategy.check_version_compatibility(loaded_version=7)
 
 
-def test_tables_of_a_request_that_was_never_executed_are_removed_by_the_next_save(path: Path) -> None:
+def test_tables_of_an_unexecuted_request_are_removed_later(path: Path) -> None:
+    """The next save removes them."""
     model = trained()
     rest = {key: value for key, value in model.state().items() if key != "sparse"}
     for key in ("dropped", "kept"):
@@ -478,9 +476,7 @@ def _save_and_load(rank: int, world: int, where: str, asynchronous: bool) -> Non
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_save_and_load_together_and_one_rank_loads_what_two_saved(
-    two_ranks: World, asynchronous: bool, path: Path
-) -> None:
+def test_two_ranks_save_and_one_or_two_load(two_ranks: World, asynchronous: bool, path: Path) -> None:
     two_ranks.run(_save_and_load, str(path), asynchronous)
     shard = Shard(0, 1)
     state = state_of(shard, 0, 1, False)

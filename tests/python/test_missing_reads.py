@@ -248,7 +248,7 @@ def test_a_table_cannot_evaluate_a_shared_row_that_it_has_not() -> None:
         embedding(missing="ones", optimizer=optimizers.SGD(lr=0.1))
 
 
-def test_a_table_json_with_the_shared_row_and_no_word_of_missing_reads_reads_that_row(tmp_path: Path) -> None:
+def test_table_json_with_oov_row_and_no_missing_reads_reads_oov(tmp_path: Path) -> None:
     Saver(0).save(trained(**COUNTED, not_admitted="oov", missing="zeros"), tmp_path / "saved")
     assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "files"), "--to", "npy"]) == 0
     (description,) = (tmp_path / "files").rglob("table.json")

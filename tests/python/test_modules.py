@@ -173,7 +173,7 @@ def test_a_missing_ssd_directory_is_refused_when_the_module_is_made(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_means_of_weighted_features_and_mixed_unseen_are_refused_with_the_reason():
+def test_weighted_means_and_mixed_missing_are_rejected():
     with pytest.raises(UnsupportedError, match="MEAN"):
         bags(is_weighted=True)
     tables = [
@@ -316,7 +316,7 @@ def test_an_optimizer_may_be_set_after_rows_were_read_or_imported(optimizer, kin
     assert ours.tables["t1"].optimizer.kind == kind
 
 
-def test_an_optimizer_whose_slots_do_not_fit_leaves_the_imported_rows_as_they_were():
+def test_optimizer_with_unfit_slots_keeps_imported_rows():
     module = bags(tiers=TierBudgets(host_bytes="256KiB"))
     table = module.tables["t1"]
     known = RowMetadata(*(torch.arange(1700) for _ in range(2)), torch.rand(1700), torch.ones(1700, dtype=torch.int64))
@@ -335,7 +335,7 @@ def test_an_optimizer_whose_slots_do_not_fit_leaves_the_imported_rows_as_they_we
         assert table.optimizer is None
 
 
-def test_a_table_whose_rows_cannot_be_put_back_after_an_optimizer_that_failed_refuses_use(monkeypatch):
+def test_rows_lost_after_a_failed_optimizer_poison_the_table(monkeypatch):
     module = bags()
     table = module.tables["t1"]
     table.import_rows(torch.arange(10), torch.rand(10, 6))
@@ -444,7 +444,7 @@ def test_a_bad_batch_is_refused_naming_module_and_field(weighted, make, words):
     assert "EmbCacheEmbeddingBagCollection 'shop'" in str(caught.value)
 
 
-def test_a_batch_size_that_varies_by_feature_is_refused_with_the_reason():
+def test_variable_batch_size_per_feature_is_rejected():
     batch = Kjt(
         ["a", "b", "c"],
         torch.tensor([1, 2, 3, 4]),
@@ -458,7 +458,7 @@ def test_a_batch_size_that_varies_by_feature_is_refused_with_the_reason():
 # ---- whole modules
 
 
-def test_state_dict_holds_dense_keys_and_says_once_that_rows_are_elsewhere():
+def test_state_dict_has_dense_keys_and_warns_once_about_rows():
     module = bags()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

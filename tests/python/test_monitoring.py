@@ -193,7 +193,7 @@ def test_counters_and_histograms_only_rise_while_tables_are_trained(tmp_path: Pa
             before = rising
 
 
-def test_a_closed_table_leaves_the_endpoint_and_the_endpoint_goes_with_the_exporter(tmp_path: Path) -> None:
+def test_closed_table_leaves_endpoint_which_ends_with_exporter(tmp_path: Path) -> None:
     model = Models(tmp_path)
     exporter = PrometheusExporter(model, 0, host="127.0.0.1")
     assert {dict(key[1])["table"] for key in scraped(exporter.url)} == {"user", "item"}
@@ -510,7 +510,7 @@ def test_a_forked_child_samples_nothing_of_its_parent(tmp_path: Path) -> None:
     assert [sample_from_line(line).step for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2]
 
 
-def test_importing_the_package_imports_no_exporter_and_exporters_no_library_before_they_are_made(
+def test_exporter_libraries_are_imported_on_first_use(
     tmp_path: Path,
 ) -> None:
     script = """

@@ -1,4 +1,4 @@
-"""docs/monitoring.md and metrics.md: their programs run, and their metrics are those of the code."""
+"""The pages docs/monitoring.md and metrics.md: programs run, the list matches the code, and every named metric exists."""
 
 import re
 import subprocess

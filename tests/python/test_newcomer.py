@@ -104,9 +104,7 @@ def told(kind: type[BaseException], *words: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["TorchRec", "plain PyTorch"])
-def test_a_program_of_readme_runs_as_it_stands_and_its_second_start_goes_on(
-    number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_readme_program_runs_and_resumes(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkdir("cache")  # as `mkdir cache` makes it
     assert len(programs()) == 2
     for steps in (1, 2):
@@ -117,7 +115,7 @@ def test_a_program_of_readme_runs_as_it_stands_and_its_second_start_goes_on(
         assert (table["rows"], table["step"]) == (3, steps)
 
 
-def test_a_program_of_readme_without_its_folder_says_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_readme_program_without_its_folder_names_the_command(tmp_path: Path) -> None:
     makes = 'os.makedirs("cache", mode=0o750, exist_ok=True)\n'
     program = programs()[1]
     assert makes in program
@@ -131,7 +129,7 @@ def test_a_program_of_readme_without_its_folder_says_the_command_that_makes_it(t
     assert start(program.replace(makes, "")).returncode == 0
 
 
-def test_readmes_torchrec_program_without_torchrec_says_what_to_install() -> None:
+def test_readme_torchrec_program_without_torchrec_says_so() -> None:
     block = "import sys\nsys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"
     done = start(block + "from torchrec_embcache import EmbCacheEmbeddingBagCollection\n")
     assert done.returncode == 1
@@ -152,7 +150,8 @@ while True:
 """
 
 
-def test_ctrl_c_in_a_program_that_thinks_of_nothing_loses_nothing_and_warns_of_nothing() -> None:
+def test_interrupted_simple_program_loses_nothing() -> None:
+    """Ctrl-C; no warning appears."""
     os.mkdir("cache")
     began = []
     for _ in range(2):
@@ -210,33 +209,33 @@ def test_an_optimizer_of_another_kind_is_refused_with_one_to_write(given: Any, c
     EmbCacheEmbeddingBag(name="a", embedding_dim=4, tiers=RAM, optimizer=made).close()
 
 
-def test_an_optimizer_that_no_table_has_is_told_at_the_first_step_with_those_it_may_have() -> None:
+def test_unsupported_optimizer_is_listed_at_the_first_step() -> None:
     with told(UnsupportedError, "RMSprop", "torchrec.optim.RowWiseAdagrad"):
         trained(optimizer=torch.optim.RMSprop)
 
 
 @pytest.mark.parametrize("name", ["items", "keys", "training", "a.b"])
-def test_a_table_name_that_torch_cannot_have_is_refused_before_torch_does(name: str) -> None:
+def test_table_name_invalid_in_torch_is_rejected_first(name: str) -> None:
     table = EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=10, feature_names=["item"])
     with told(ConfigError, repr(name), "use another"):
         collection(tables=[table])
 
 
-def test_forgetting_the_optimizer_says_how_to_apply_one_and_evaluation_needs_none() -> None:
+def test_missing_optimizer_names_a_remedy_and_eval_needs_none() -> None:
     with told(StateError, "apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad", "model.eval()"):
         trained(optimizer=None)
     model = nn.Sequential(collection(optimizer=None)).eval()
     assert model(batch([1]))["item"].shape == (1, 8)
 
 
-def test_a_torch_optimizer_over_the_whole_model_does_not_pass_for_one_of_the_tables() -> None:
+def test_torch_optimizer_of_the_model_is_not_the_table_one() -> None:
     model = nn.Sequential(collection(optimizer=None))
     torch.optim.Adam(model.parameters(), lr=0.1)
     with told(StateError, "apply_optimizer_in_backward"):
         model(batch([1]))["item"].sum().backward()
 
 
-def test_printing_a_model_shows_its_optimizer_before_the_first_step_and_changes_nothing() -> None:
+def test_repr_shows_the_optimizer_and_changes_nothing() -> None:
     os.mkdir("cache")
     tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="64MiB", ssd_dir="cache")
     model = nn.Sequential(collection(tiers=tiers))
@@ -319,7 +318,7 @@ def bag_on_ssd(reopen: Any = None) -> EmbCacheEmbeddingBag:
     return bag
 
 
-def test_a_second_run_without_reopen_is_told_its_three_values_and_loses_nothing() -> None:
+def test_second_run_without_reopen_lists_its_values() -> None:
     os.mkdir("cache")
     bag_on_ssd().close()
     with told(StateError, 'reopen = "resume"', 'reopen = "discard"', 'reopen = "auto"'):
@@ -353,7 +352,7 @@ def test_a_relative_folder_is_meant_as_of_then() -> None:
 # ---- saving and loading
 
 
-def test_a_second_save_to_one_path_is_a_newer_checkpoint_and_a_load_takes_it() -> None:
+def test_second_save_is_a_newer_checkpoint_that_loads() -> None:
     model = trained()
     Saver(rank=0).save(model, "checkpoint")
     model(batch([50]))["item"].sum().backward()
@@ -409,7 +408,7 @@ def test_a_state_dict_alone_does_not_pass_for_a_model() -> None:
         nn.Sequential(collection()).load_state_dict(state)
 
 
-def test_the_log_tells_what_was_opened_resumed_flushed_saved_and_loaded(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_tells_opens_resumes_flushes_saves_and_loads(caplog: pytest.LogCaptureFixture) -> None:
     os.mkdir("cache")
     with caplog.at_level(logging.INFO, "torchrec_embcache"):
         bag_on_ssd().close()

@@ -97,7 +97,7 @@ def test_the_optimizer_in_the_backward_goes_before_fused_params():
     assert chosen == optimizers.LAMB(lr=0.3, eps=1e-8, weight_decay=0.1)
 
 
-def test_torchs_adamw_is_refused_with_decay_that_is_added_to_the_gradient():
+def test_adamw_with_coupled_decay_is_rejected():
     param = with_optimizer(torch.optim.AdamW, {"lr": 0.3})
     with pytest.raises(UnsupportedError, match="weight_decay_mode=.* AdamW: give DECOUPLE"):
         choose_optimizer("t", param, {"weight_decay_mode": WeightDecayMode.L2})
@@ -113,7 +113,7 @@ def test_torchs_adamw_is_refused_with_decay_that_is_added_to_the_gradient():
         (trec_optim.SGD, {"lr": -1.0}, ConfigError, "lr=-1.0"),
     ],
 )
-def test_optimizers_that_are_not_known_are_refused_naming_table_and_value(cls, kwargs, error, words):
+def test_unknown_optimizers_are_rejected_naming_table_and_value(cls, kwargs, error, words):
     with pytest.raises(error, match=words) as caught:
         choose_optimizer("t", with_optimizer(cls, kwargs), None)
     assert "'t'" in str(caught.value)
@@ -145,7 +145,7 @@ def test_fused_params_that_are_not_known_are_refused(params, error, words):
         choose_optimizer("t", None, {"optimizer": EmbOptimType.EXACT_ADAGRAD, **params})
 
 
-def test_a_second_optimizer_is_refused_after_the_first_step_as_before_it():
+def test_second_optimizer_is_rejected_after_the_first_step_too():
     table = EmbeddingBagConfig(name="t", embedding_dim=2, num_embeddings=9, feature_names=["f"])
     module = EmbCacheEmbeddingBagCollection([table], tiers=TierBudgets(host_bytes="1MiB"))
     batch = Kjt(["f"], torch.tensor([1]), lengths=torch.tensor([1]))

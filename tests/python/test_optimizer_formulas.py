@@ -104,7 +104,7 @@ def first_update(spec: optimizers.FTRL, gradient: list[float], **settings: Any) 
         return before, bag.read_rows(torch.tensor([7])).weights[0]
 
 
-def test_the_first_update_of_ftrl_weighs_the_weights_at_birth_against_beta(backend):
+def test_first_ftrl_update_weighs_initial_weights_with_beta(backend):
     gradient = torch.tensor([1.5, -0.25, 3.0, -4.0, 0.0])
     for beta in (0.0, 0.5, 100.0):
         before, after = first_update(optimizers.FTRL(lr=0.5, beta=beta), gradient.tolist(), **backend)
@@ -147,7 +147,7 @@ def test_lamb_moves_rows_of_zeros_and_leaves_rows_without_a_gradient(backend):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_dcp_brings_rows_and_slots_back_and_training_goes_on_bit_for_bit(kind, tmp_path: Path, backend):
+def test_dcp_restores_rows_and_slots_bit_for_bit(kind, tmp_path: Path, backend):
     batches = random_batches(6, 6, 90, seed=2)
     settings = {"optimizer": OPTIMIZERS[kind], **backend}
     with make_bag(**settings) as bag, make_bag(**settings) as other:

@@ -83,7 +83,8 @@ def _refused(rank: int, _world: int) -> list[Any]:
     return found
 
 
-def test_what_is_wrong_with_the_rows_of_one_rank_is_raised_on_all_and_changes_nothing(two_ranks: Any) -> None:
+def test_invalid_rows_on_one_rank_raise_on_all(two_ranks: Any) -> None:
+    """Nothing changes."""
     for answers in two_ranks.run(_refused):
         words = ["give integers", "weights has shape", "given twice", "slots is a str", "no table 'nothing'"]
         for answer, word in zip(answers, words, strict=True):

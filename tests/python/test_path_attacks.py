@@ -217,7 +217,7 @@ SAVE_STAGES = [
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(("door", "owner", "name"), SAVE_STAGES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_directory_swapped_for_a_link_at_any_step_of_a_save_gets_nothing_written_through_it(
+def test_directory_swapped_for_a_link_in_a_save_is_not_followed(
     door: Any, owner: Any, name: str, after: bool, place: Place
 ) -> None:
     bag = trained()
@@ -238,7 +238,7 @@ LOAD_STAGES = [
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(("door", "owner", "name"), LOAD_STAGES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_directory_swapped_for_a_link_at_any_step_of_a_load_is_not_read_from(
+def test_directory_swapped_for_a_link_in_a_load_is_not_read(
     door: Any, owner: Any, name: str, after: bool, place: Place
 ) -> None:
     bag, planted = trained(), make_bag()
@@ -251,7 +251,7 @@ def test_a_directory_swapped_for_a_link_at_any_step_of_a_load_is_not_read_from(
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_paths_of_pipes_devices_files_and_names_too_long_are_refused_at_once(door: Door, tmp_path: Path) -> None:
+def test_pipes_devices_files_and_long_names_are_rejected(door: Door, tmp_path: Path) -> None:
     bag = make_bag()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("")
@@ -274,7 +274,7 @@ def test_paths_of_pipes_devices_files_and_names_too_long_are_refused_at_once(doo
 
 
 @pytest.mark.parametrize("door", STRICT_DOORS)
-def test_paths_that_lead_elsewhere_or_name_what_they_should_not_are_refused(door: Door, tmp_path: Path) -> None:
+def test_paths_that_escape_or_name_wrong_files_are_rejected(door: Door, tmp_path: Path) -> None:
     bag = make_bag()
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -291,9 +291,8 @@ def test_paths_that_lead_elsewhere_or_name_what_they_should_not_are_refused(door
 
 
 @pytest.mark.parametrize("door", BASIC_DOORS)
-def test_basic_checks_follow_the_users_own_links_once_and_take_any_name_and_mode_that_others_cannot_write_to(
-    door: Door, tmp_path: Path
-) -> None:
+def test_basic_checks_follow_links_of_the_user_once(door: Door, tmp_path: Path) -> None:
+    """Any name and mode is accepted if others cannot write to the path."""
     save_it, load_it = door
     bag = trained()
     base = tmp_path / "api_key"
@@ -312,7 +311,7 @@ def test_basic_checks_follow_the_users_own_links_once_and_take_any_name_and_mode
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("door", BASIC_DOORS)
-def test_basic_checks_load_what_another_user_saved_and_do_not_save_there(door: Door, place: Place) -> None:
+def test_basic_checks_load_from_other_users_and_do_not_save(door: Door, place: Place) -> None:
     save_it, load_it = door
     bag = trained()
     save_it(bag, place.root)
@@ -355,9 +354,7 @@ def test_directories_that_others_may_change_or_own_are_refused(door: Door, place
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("what", ["link", "pipe", "device", "directory", "nothing"])
-def test_whatever_stands_in_the_place_of_a_checkpoints_files_and_directories_is_refused(
-    what: str, door: Door, place: Place, tmp_path: Path
-) -> None:
+def test_wrong_file_types_inside_a_checkpoint_are_rejected(what: str, door: Door, place: Place, tmp_path: Path) -> None:
     if what == "device" and os.geteuid() != 0:
         pytest.skip("only root can make a device")
     save_it, load_it = door
@@ -393,7 +390,7 @@ def test_whatever_stands_in_the_place_of_a_checkpoints_files_and_directories_is_
 
 
 @pytest.mark.parametrize("what", ["link", "pipe", "directory", "shorter"])
-def test_data_files_replaced_after_the_headers_were_checked_leave_no_usable_half(
+def test_data_files_replaced_after_header_check_poison_tables(
     what: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bag = trained()

@@ -74,7 +74,7 @@ def exchanging(one: Path, other: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_exchanging_the_directory_for_a_link_all_the_time_leads_no_door_elsewhere(door: Door, place: Place) -> None:
+def test_directory_constantly_swapped_for_a_link_is_not_followed(door: Door, place: Place) -> None:
     save_it, load_it = door
     bag, planted = trained(), make_bag()
     planted.import_rows(torch.arange(5), torch.ones(5, 4))
@@ -111,7 +111,7 @@ DCP_STAGES = [
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(("door", "name"), DCP_STAGES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_directory_swapped_at_any_step_of_a_save_by_dcp_gets_nothing_written_through_the_link(
+def test_directory_swapped_in_a_dcp_save_gets_nothing_written(
     door: Any, name: str, after: bool, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, bag = make_bag(), trained()
@@ -132,8 +132,8 @@ def test_a_directory_swapped_at_any_step_of_a_save_by_dcp_gets_nothing_written_t
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("name", ["CheckpointDirectory.open_to_load", "latest_checkpoint", "CheckpointReader"])
-def test_a_directory_swapped_at_any_step_of_a_load_by_dcp_is_not_read_from(
+@pytest.mark.parametrize("name", ["Directory.to_load", "latest_checkpoint", "CheckpointReader"])
+def test_directory_swapped_in_a_dcp_load_is_not_read(
     name: str, after: bool, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bag, planted = trained(), make_bag()
@@ -181,7 +181,7 @@ COMMANDS = [
 @pytest.mark.parametrize(
     ("command", "owner", "name"), COMMANDS, ids=lambda value: getattr(value, "__name__", str(value).partition(" ")[0])
 )
-def test_a_directory_swapped_at_any_step_of_a_command_is_an_exit_status_and_nothing_is_made_elsewhere(
+def test_directory_swapped_in_a_command_fails_with_exit_status(
     command: str,
     owner: Any,
     name: str,
@@ -217,7 +217,7 @@ def test_a_directory_swapped_at_any_step_of_a_command_is_an_exit_status_and_noth
 
 @pytest.mark.parametrize("what", ["link", "pipe", "device"])
 @pytest.mark.parametrize("command", ["verify {root}", "compact {root}", "reshard {root} {base}/made --world-size 2"])
-def test_a_file_replaced_after_a_command_opened_the_checkpoint_is_an_exit_status(
+def test_file_replaced_under_a_command_fails_with_exit_status(
     command: str,
     what: str,
     chain: tuple[Contents, Path, Path],
@@ -265,9 +265,10 @@ def test_a_file_replaced_after_a_command_opened_the_checkpoint_is_an_exit_status
 
 @pytest.mark.parametrize("what", ["pipe", "device", "directory"])
 @pytest.mark.parametrize("layout", ["npy", "safetensors", "recsdk"])
-def test_what_is_no_file_in_a_layout_that_is_converted_is_refused_and_not_waited_for(
+def test_special_file_in_a_converted_layout_is_rejected(
     layout: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The command does not wait for it."""
     if what == "device" and os.geteuid() != 0:
         pytest.skip("only root can make a device")
     source, ids = tmp_path / "plain", np.arange(5)

@@ -59,9 +59,7 @@ def ssd(tmp_path: Path) -> Path:
 # ---- relative paths
 
 
-def test_a_relative_ssd_dir_stays_where_it_was_given_when_the_process_changes_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_ssd_dir_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one/cache", "two/cache"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "one")
@@ -83,9 +81,7 @@ def test_a_relative_ssd_dir_stays_where_it_was_given_when_the_process_changes_it
         assert Contents.of(resumed) == expected
 
 
-def test_relative_paths_of_checkpoints_are_those_of_the_directory_where_they_were_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_checkpoint_paths_are_resolved_when_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     bag = make_bag()
@@ -138,7 +134,7 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("path", SCHEMES)
-def test_a_path_with_a_scheme_is_refused_by_all_that_takes_one_and_nothing_is_made(
+def test_path_with_a_scheme_is_rejected_everywhere(
     path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bag = make_bag()
@@ -199,7 +195,7 @@ def test_a_path_with_a_scheme_is_refused_by_all_that_takes_one_and_nothing_is_ma
 
 
 @pytest.mark.parametrize("path", [5, None, b"x", "", "a\0b", "~/x", "s3://bucket", "x" * 1025])
-def test_dcp_is_told_that_a_path_is_none_where_the_constructor_refuses_it(path: Any) -> None:
+def test_dcp_checkpoint_id_is_invalid_if_constructor_rejects_it(path: Any) -> None:
     for kind in (EmbCacheStorageReader, EmbCacheStorageWriter):
         with pytest.raises(PathError):
             kind(path)
@@ -352,9 +348,7 @@ def test_strict_rules_name_both_cures(tmp_path: Path) -> None:
         Saver(0, path_checks="basic").save(make_bag(), path)
 
 
-def test_an_ssd_dir_swapped_for_a_link_while_its_table_is_open_gets_nothing_written_through_it(
-    ssd: Path, tmp_path: Path
-) -> None:
+def test_ssd_dir_swapped_for_a_link_gets_nothing_written(ssd: Path, tmp_path: Path) -> None:
     victim, moved = tmp_path / "victim", tmp_path / "moved"
     victim.mkdir(mode=0o750)
     bag = tiered(ssd)
@@ -418,7 +412,7 @@ class Two(nn.Module):
                 bag.close()
 
 
-def test_no_older_state_is_resumed_because_the_mark_of_the_newer_one_cannot_be_looked_at(ssd: Path) -> None:
+def test_older_state_is_not_resumed_if_newest_is_unreadable(ssd: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
@@ -462,7 +456,7 @@ def files_left(free: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_without_a_free_file_a_checkpoint_is_neither_missing_nor_damaged(ssd: Path, tmp_path: Path) -> None:
+def test_out_of_file_handles_is_neither_missing_nor_damaged(ssd: Path, tmp_path: Path) -> None:
     bag = tiered(ssd)
     grow(bag, 1000)
     for name, linked in (("full", False), ("linked", True)):

@@ -77,7 +77,7 @@ def is_same(one: tuple[float, ...], other: list[float]) -> bool:
 # ---- which numbers are shown
 
 
-def test_curves_are_those_of_the_file_with_a_mark_at_the_budgets_of_now(folder: Path) -> None:
+def test_curves_match_the_file_and_mark_the_current_budgets(folder: Path) -> None:
     (table,) = read_traffic(folder / "traffic.json")
     by_share, by_bytes = read_panels([folder / "traffic.json"])
     (line,) = by_share.lines
@@ -172,7 +172,7 @@ def test_a_table_that_was_opened_again_begins_anew() -> None:
     assert is_same(panel.lines[0].y, [math.nan, 0.5, 0.9, 20 / 300])
 
 
-def test_time_is_shown_where_steps_do_not_rise_and_where_it_is_asked_for() -> None:
+def test_time_axis_is_used_on_request_or_for_unsorted_steps() -> None:
     rising, falling = history([0, 1, 2]), history([0, 1, 2], steps=[0, 5, 3])
     (step_,), (time_,), (asked,) = history_panels(rising), history_panels(falling), history_panels(rising, over="time")
     assert (step_.x_label, step_.lines[0].x) == ("training step", (0.0, 1.0, 2.0))
@@ -241,7 +241,7 @@ def test_lines_that_a_full_disk_has_cut_are_left_out(folder: Path, tmp_path: Pat
         b'{"format": 1, "tab',
     ],
 )
-def test_other_and_damaged_files_are_typed_errors_that_say_what_was_expected(tmp_path: Path, content: bytes) -> None:
+def test_wrong_and_damaged_files_raise_typed_errors(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "given"
     path.write_bytes(content)
     with pytest.raises(CorruptionError, match="given: (expected|no traffic of a table)"):
@@ -343,7 +343,7 @@ class Strict(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_an_inline_picture_is_closed_and_has_names_and_colours_of_its_own() -> None:
+def test_inline_figure_is_closed_with_own_names_and_colours() -> None:
     parser = Strict()
     pictures = [inline_svg(panel, name) for panel, name in zip(curve_panels([ITEM]), ("one", "two"), strict=True)]
     parser.feed("".join(pictures))
@@ -400,7 +400,7 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 @pytest.mark.parametrize("eyes", SEEN_BY)
-def test_colours_of_lines_are_told_apart_by_people_without_a_kind_of_cone(theme: ColorTheme, eyes: str) -> None:
+def test_line_colours_differ_for_colour_blind_people(theme: ColorTheme, eyes: str) -> None:
     seen = [lab(SEEN_BY[eyes] @ linear(color)) for color in theme.lines]
     assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 15
 
@@ -411,7 +411,7 @@ def test_lines_and_texts_stand_out_from_the_ground(theme: ColorTheme) -> None:
     assert min(contrast(color, theme.background) for color in (theme.foreground, theme.muted)) >= 4.5
 
 
-def test_gaps_single_points_and_zeros_on_a_logarithmic_axis_can_be_drawn() -> None:
+def test_gaps_single_points_and_zeros_on_a_log_axis_are_drawn() -> None:
     nothing = (math.nan, math.nan, math.nan)
     lines = (Line("a", (0.0, 1.0, 2.0), (math.nan, 1.0, math.nan)), Line("b", (0.0, 1.0, 2.0), nothing, color=1))
     for is_log in (False, True):

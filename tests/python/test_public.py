@@ -121,7 +121,7 @@ def test_the_version_is_the_packages_and_the_command_says_it(capsys):
     assert capsys.readouterr().out == f"embcache {version}\n"
 
 
-def test_the_extra_keeps_torch_below_the_one_that_fbgemm_does_not_import_with():
+def test_extra_keeps_torch_below_the_version_fbgemm_rejects():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = {one.name: one.specifier for one in map(Requirement, project["optional-dependencies"]["torchrec"])}
     assert torch.__version__.split("+")[0] in extra["torch"]
@@ -132,7 +132,7 @@ def test_the_extra_keeps_torch_below_the_one_that_fbgemm_does_not_import_with():
 
 
 @pytest.mark.parametrize("kind", [EmbCacheEmbedding, EmbCacheEmbeddingBag])
-def test_arguments_as_torchs_classes_take_them_are_refused_with_the_call_to_write(kind):
+def test_torch_style_arguments_are_rejected_with_the_right_call(kind):
     for make in (lambda: kind(1000, 64), lambda: kind(num_embeddings=1000, embedding_dim=64)):
         with pytest.raises(ConfigError, match="no num_embeddings") as refused:
             make()
@@ -175,7 +175,7 @@ def test_a_printed_bag_shows_rows_budgets_and_optimizer(tmp_path):
     assert "rows=closed" in repr(bag.table)
 
 
-def test_a_printed_collection_shows_rows_budgets_and_optimizer_and_opens_nothing(tmp_path):
+def test_collection_repr_shows_settings_and_opens_nothing(tmp_path):
     from torchrec import KeyedJaggedTensor
     from torchrec.optim import RowWiseAdagrad
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward

@@ -65,7 +65,7 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kernels", ["core", "torch"])
-def test_a_signal_handler_that_uses_the_table_runs_when_its_lock_is_free(tmp_path: Path, kernels: str) -> None:
+def test_signal_handler_that_uses_the_table_runs_unlocked(tmp_path: Path, kernels: str) -> None:
     """A signal comes during each read, scatter and update of device rows. Its handler does what a handler of preemption does."""
     out = run(
         """
@@ -124,9 +124,7 @@ def test_a_signal_handler_that_uses_the_table_runs_when_its_lock_is_free(tmp_pat
 
 
 @pytest.mark.parametrize("kernels", ["core", "torch"])
-def test_forwards_that_the_collector_finds_while_device_rows_are_read_are_released(
-    tmp_path: Path, kernels: str
-) -> None:
+def test_forwards_collected_while_rows_are_read_are_released(tmp_path: Path, kernels: str) -> None:
     out = run(
         """
         class Holder:
@@ -155,7 +153,7 @@ def test_forwards_that_the_collector_finds_while_device_rows_are_read_are_releas
     assert out.strip() == "closed"
 
 
-def test_a_destructor_that_uses_rows_of_the_table_while_some_are_read_gets_a_typed_error(tmp_path: Path) -> None:
+def test_destructor_that_uses_rows_under_a_read_gets_an_error(tmp_path: Path) -> None:
     out = run(
         """
         held = []
@@ -203,7 +201,7 @@ def test_a_destructor_that_uses_rows_of_the_table_while_some_are_read_gets_a_typ
     assert out.strip() == "closed"
 
 
-def test_a_finaliser_that_waits_for_a_thread_which_uses_the_table_while_its_rows_are_read_ends(tmp_path: Path) -> None:
+def test_finalizer_waiting_for_a_thread_of_the_table_ends(tmp_path: Path) -> None:
     """The thread plans a batch and asks for the table's counters, which take its lock. No lock of the table is held meanwhile."""
     out = run(
         """
@@ -248,7 +246,7 @@ def test_a_finaliser_that_waits_for_a_thread_which_uses_the_table_while_its_rows
 
 
 @pytest.mark.parametrize("kernels", ["core", "torch"])
-def test_a_finaliser_that_waits_for_a_thread_which_trains_the_same_rows_ends(tmp_path: Path, kernels: str) -> None:
+def test_finalizer_waiting_for_a_trainer_of_the_same_rows_ends(tmp_path: Path, kernels: str) -> None:
     """The collector runs as often as it can. It waits while rows on the device are placed, read or updated."""
     out = run(
         """
@@ -294,7 +292,7 @@ def test_a_finaliser_that_waits_for_a_thread_which_trains_the_same_rows_ends(tmp
     assert out.strip() == "trained"
 
 
-def test_a_child_that_is_forked_while_device_rows_are_read_collects_garbage(tmp_path: Path) -> None:
+def test_child_forked_while_rows_are_read_can_collect_garbage(tmp_path: Path) -> None:
     out = run(
         """
         codes = []
@@ -321,7 +319,7 @@ def test_a_child_that_is_forked_while_device_rows_are_read_collects_garbage(tmp_
     assert out.strip() == "collected"
 
 
-def test_snapshots_and_parts_of_checkpoints_that_are_dropped_while_device_rows_are_read_hold_nobody_up(
+def test_snapshots_dropped_while_rows_are_read_block_no_thread(
     tmp_path: Path,
 ) -> None:
     out = run(

@@ -53,9 +53,7 @@ def train_save_and_die(_say: Any, root: Path, where: str, optimizer: str) -> Non
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_run_that_is_killed_after_its_save_goes_on_bit_for_bit_in_tiers_of_any_size(
-    optimizer: str, tmp_path: Path
-) -> None:
+def test_killed_run_resumes_bit_for_bit_in_any_tiers(optimizer: str, tmp_path: Path) -> None:
     with make_bag(optimizer=OPTIMIZERS[optimizer]) as straight:
         train(straight, BATCHES[:K])
         half = Contents.of(straight)
@@ -124,7 +122,7 @@ def go_on(rank: int, size: int, root: Path) -> Any:
 
 
 @pytest.mark.parametrize("before", [2, 4])
-def test_ranks_that_are_killed_after_their_save_go_on_bit_for_bit_as_more_or_fewer(
+def test_killed_ranks_resume_bit_for_bit_as_more_or_fewer(
     before: int, two_ranks: World, four_ranks: World, tmp_path: Path
 ) -> None:
     children = [Child(save_ranks_and_die, rank, before, tmp_path) for rank in range(before)]

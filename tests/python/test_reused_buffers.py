@@ -39,7 +39,7 @@ CHANGES = {"weights": new_weights, "offsets": new_offsets, "nothing": lambda *_:
 
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("changed", CHANGES)
-def test_weights_or_offsets_changed_before_the_backward_are_torchs_own_error_on_every_backend(changed, last, backend):
+def test_inputs_changed_before_backward_raise_the_torch_error(changed, last, backend):
     change = CHANGES[changed]
     expected = torchs_own(change)
     assert (expected is None) == (changed == "nothing")
@@ -140,7 +140,7 @@ print("right or refused")
 """
 
 
-def test_offsets_that_change_while_they_are_read_are_checked_as_they_are_used():
+def test_offsets_changed_while_they_are_read_are_checked():
     done = subprocess.run(
         [sys.executable, "-c", CHANGED_WHILE_READ], capture_output=True, text=True, timeout=300, check=False
     )

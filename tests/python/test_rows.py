@@ -28,7 +28,7 @@ BATCHES = random_batches(12, 4, 120)
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
-def test_an_export_has_every_row_of_every_tier_once_with_slots_and_metadata(kind, tiers):
+def test_export_has_each_row_of_all_tiers_once_with_slots(kind, tiers):
     with make_bag(tiers=tiers, optimizer=OPTIMIZERS[kind]) as bag:
         train(bag, BATCHES)
         counts, last = {}, {}
@@ -95,7 +95,7 @@ def test_rows_move_from_table_to_table_bit_by_bit(kind, tiers):
         assert Contents.of(target) == Contents.of(source)
 
 
-def test_an_import_without_slots_starts_them_at_zero_over_what_was_there():
+def test_import_without_slots_resets_existing_ones_to_zero():
     with make_bag(optimizer=optimizers.Adam()) as bag:
         step(bag, [[5]])
         bag.import_rows(torch.tensor([5, 6], dtype=torch.int32), torch.ones(2, 4))
@@ -204,7 +204,7 @@ def test_an_import_takes_tensors_arrays_and_lists_of_any_numbers(ids, weights, s
         assert len(bag) == 1
 
 
-def test_an_export_and_a_chunk_become_numpy_arrays_that_an_import_takes_back(tiers):
+def test_exported_chunk_as_numpy_arrays_imports_again(tiers):
     with make_bag(tiers=tiers) as bag:
         assert {name: len(values) for name, values in bag.export().to_numpy().items()}.items() >= {
             "ids": 0,

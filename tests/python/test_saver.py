@@ -381,7 +381,7 @@ def test_damaged_manifests_and_headers_leave_the_tables_as_they_were(root: Path)
     Saver(0).load(bag, root)
 
 
-def test_damaged_rows_make_every_table_refuse_use_until_a_load_succeeds(root: Path) -> None:
+def test_damaged_rows_poison_all_tables_until_a_load_succeeds(root: Path) -> None:
     model = nn.ModuleDict({"a": make_bag(), "b": make_bag()})
     for number, bag in enumerate(model.values()):
         train(bag, seed=number)  # type: ignore[arg-type]

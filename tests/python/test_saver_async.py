@@ -55,7 +55,7 @@ def files(root: Path, report: SaveReport) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("kind", "kernels"), [("ram", "core"), ("ssd", "core"), ("device", "core"), ("device", "torch")]
 )
-def test_the_checkpoint_is_the_state_at_the_call_and_deltas_go_on_from_it(
+def test_checkpoint_is_the_state_at_the_call_and_deltas_follow(
     kind: str,
     kernels: str,
     optimizer: optimizers.OptimizerSpec,
@@ -110,9 +110,7 @@ def test_the_checkpoint_is_the_state_at_the_call_and_deltas_go_on_from_it(
     assert not list(root.rglob("*.preimages"))
 
 
-def test_more_rows_than_its_memory_holds_are_kept_in_a_file_until_they_are_written(
-    root: Path, held: threading.Event
-) -> None:
+def test_rows_beyond_memory_are_spilled_until_they_are_written(root: Path, held: threading.Event) -> None:
     bag = make_bag(embedding_dim=512, tiers=beside_ram())
     ids = torch.arange(40_000)
     bag.import_rows(ids, torch.arange(40_000.0)[:, None].expand(-1, 512))
@@ -421,9 +419,7 @@ def outlive(say: Callable[[str], None], rank: int, store: str, path: str, how: s
 
 
 @pytest.mark.parametrize("how", ["destroyed", "gone"])
-def test_a_save_outlives_the_default_group_and_notices_a_rank_that_is_gone(
-    how: str, root: Path, tmp_path: Path
-) -> None:
+def test_save_outlives_the_default_group_and_notices_lost_ranks(how: str, root: Path, tmp_path: Path) -> None:
     root.mkdir(mode=0o750, exist_ok=True)
     ranks = [Child(outlive, rank, str(tmp_path / "store"), str(root), how) for rank in range(2)]
     said, status = zip(*(rank.ended() for rank in ranks), strict=True)
@@ -450,7 +446,7 @@ def save_until_killed(say: Callable[[str], None], path: str) -> None:
         say(future.result(SECONDS).kind)
 
 
-def test_what_latest_names_is_whole_whenever_a_process_is_killed_amid_its_saves(root: Path) -> None:
+def test_latest_is_whole_after_a_kill_during_async_saves(root: Path) -> None:
     draw, said = random.Random(5), set()
     for _round in range(int(os.environ.get("EMBCACHE_PYTHON_KILLS", "2"))):
         child = Child(save_until_killed, str(root))

@@ -26,7 +26,7 @@ def train(bag: EmbCacheEmbeddingBag, ids: range) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ram", "ssd"])
-def test_a_full_table_that_drops_rows_of_a_checkpoint_descends_from_none(kind: str, root: Path, tmp_path: Path) -> None:
+def test_full_table_that_drops_loaded_rows_starts_a_new_chain(kind: str, root: Path, tmp_path: Path) -> None:
     saved = make_bag(tiers=LARGE)
     for first in range(0, 20_000, 4000):
         train(saved, range(first, first + 4000))
@@ -48,9 +48,7 @@ def test_a_full_table_that_drops_rows_of_a_checkpoint_descends_from_none(kind: s
     assert rows(large) == rows(small)
 
 
-def test_a_delta_that_could_not_be_loaded_is_saved_in_full_with_a_warning(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unloadable_delta_is_saved_in_full_with_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved, other = make_bag(), make_bag()
     train(saved, range(400))
     report = Saver(0).save(saved, root)
@@ -123,7 +121,7 @@ def test_every_nth_incremental_save_is_full(how: str, root: Path) -> None:
     assert len([entry for entry in root.iterdir() if entry.is_dir()]) == 1
 
 
-def test_a_chain_that_has_outgrown_its_base_ends_and_one_of_few_rows_goes_on(root: Path, tmp_path: Path) -> None:
+def test_chain_larger_than_its_base_ends_and_small_one_continues(root: Path, tmp_path: Path) -> None:
     bag = make_bag()
     train(bag, range(400))
     kinds, reason = chain_of(bag, root, 16, 40)

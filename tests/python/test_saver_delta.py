@@ -212,7 +212,7 @@ def test_a_run_goes_on_from_what_was_merged_meanwhile(root: Path) -> None:
     assert loaded(root) == rows(bag)
 
 
-def test_a_chain_with_a_gap_or_a_foreign_link_is_refused_before_a_table_is_touched(root: Path, tmp_path: Path) -> None:
+def test_chain_with_a_gap_or_foreign_link_is_rejected_untouched(root: Path, tmp_path: Path) -> None:
     names = []
     for path in (root, tmp_path / "other"):
         bag = make_bag()
@@ -301,7 +301,7 @@ def test_loads_of_some_tables_under_other_names_report_what_they_did(root: Path)
     assert Saver(0).save(one, root, incremental=True).kind == "full", "the tables are of different checkpoints"
 
 
-def test_a_run_with_another_seed_and_initializer_goes_on_with_deltas_that_load(root: Path) -> None:
+def test_run_with_another_seed_and_initializer_adds_deltas(root: Path) -> None:
     bag = make_bag()
     train(bag)
     Saver(0).save(bag, root)

@@ -49,7 +49,7 @@ def test_a_linked_save_links_the_segments_once_and_is_no_delta(root: Path, tmp_p
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
 @pytest.mark.parametrize("kind", ["ssd", "device"])
-def test_a_restart_from_a_linked_checkpoint_goes_on_bit_for_bit_and_writes_no_row_again(
+def test_linked_restart_is_bit_for_bit_and_rewrites_no_row(
     kind: str, optimizer: optimizers.OptimizerSpec, root: Path, tmp_path: Path
 ) -> None:
     bag = make_bag(optimizer=optimizer, tiers=tiers(kind, tmp_path))
@@ -94,9 +94,7 @@ def test_a_restart_from_a_linked_checkpoint_goes_on_bit_for_bit_and_writes_no_ro
     assert {path: path.read_bytes() for path in segments(root)} == files
 
 
-def test_deltas_do_not_build_on_a_linked_checkpoint_which_counts_among_those_that_stay(
-    root: Path, tmp_path: Path
-) -> None:
+def test_deltas_do_not_build_on_a_retained_linked_checkpoint(root: Path, tmp_path: Path) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))
     train(bag)
     first = Saver(0).save(bag, root, keep=3)
@@ -165,7 +163,7 @@ def test_the_command_shows_checks_and_converts_a_linked_checkpoint(
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "npy"])
-def test_a_linked_checkpoint_goes_out_to_plain_files_and_back_as_a_checkpoint(
+def test_linked_checkpoint_converts_to_plain_files_and_back(
     layout: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))
@@ -246,7 +244,7 @@ def test_a_tier_that_is_too_small_is_refused_before_anything_changes(root: Path,
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a second file system")
-def test_on_another_file_system_segments_are_copied_and_the_report_says_so(
+def test_segments_are_copied_across_file_systems_and_reported(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
@@ -304,7 +302,7 @@ def test_the_same_ranks_restart_and_others_are_told_how_to_convert(
     assert sorted(alone.contents()) == sorted(row for part in parts for row in part)
 
 
-def test_a_load_that_fails_half_way_leaves_tables_that_refuse_until_one_succeeds(
+def test_failed_linked_load_poisons_tables_until_one_succeeds(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))

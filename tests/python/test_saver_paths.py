@@ -96,9 +96,7 @@ def test_a_path_that_is_no_text_is_refused() -> None:
         Saver(0).save(make_bag(), b"/tmp/x")  # type: ignore[arg-type]
 
 
-def test_a_path_of_1024_characters_is_saved_to_however_many_bytes_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_of_1024_characters_is_saved_whatever_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     bag = make_bag()
     longest = "/".join(["ü" * 127] * 8)

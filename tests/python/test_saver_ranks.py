@@ -147,9 +147,7 @@ def refusals(rank: int, size: int, path: str, damaged: str) -> None:
     assert total == len(EXPECTED)
 
 
-def test_an_error_on_one_rank_is_raised_on_both_and_nothing_is_half_loaded(
-    two_ranks: World, saved: Path, tmp_path: Path
-) -> None:
+def test_error_on_one_rank_is_raised_on_both_and_loads_nothing(two_ranks: World, saved: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     two_ranks.run(save, str(damaged))
     (path,) = damaged.rglob("*+spread/1-of-2.0.safetensors")

@@ -98,7 +98,7 @@ def test_a_load_without_slots_leaves_the_rates(root: Path) -> None:
     assert "max_gradient" not in group(other)
 
 
-def test_a_rate_that_training_would_refuse_is_refused_before_anything_changes(root: Path) -> None:
+def test_invalid_saved_rate_is_rejected_before_any_change(root: Path) -> None:
     bag = make()
     bag(torch.tensor([[7]])).sum().backward()
     group(bag)["lr"] = -1.0

@@ -117,7 +117,7 @@ class Run:
 
 
 @pytest.mark.filterwarnings("ignore::torchrec_embcache.exceptions.EmbCacheWarning")
-def test_after_any_saves_loads_and_merges_a_fresh_model_loads_what_was_saved(tmp_path: Path) -> None:
+def test_fresh_model_loads_the_last_of_any_saves_and_merges(tmp_path: Path) -> None:
     kinds = set()
     for seed in range(SEEDS):
         path = tmp_path / str(seed)

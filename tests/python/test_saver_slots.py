@@ -55,7 +55,7 @@ def assert_weights_without_slots(loaded: EmbCacheEmbeddingBag, saved: EmbCacheEm
 
 @pytest.mark.parametrize("after", OPTIMIZERS)
 @pytest.mark.parametrize("before", ["sgd", "rowwise_adagrad", "adam"])
-def test_weights_and_metadata_load_under_any_optimizer_and_slots_start_anew(before, after, tmp_path, backend):
+def test_weights_load_under_any_optimizer_with_new_slots(before, after, tmp_path, backend):
     with (
         trained(optimizer=OPTIMIZERS[before], **backend) as bag,
         make_bag(optimizer=OPTIMIZERS[after], **backend) as other,
@@ -128,7 +128,7 @@ def test_deltas_are_read_without_slots_too(tmp_path):
         assert_weights_without_slots(other, bag)
 
 
-def test_a_linked_checkpoint_is_read_row_by_row_into_tables_without_an_ssd_tier(tmp_path):
+def test_linked_checkpoint_loads_by_rows_without_an_ssd_tier(tmp_path):
     (tmp_path / "cache").mkdir(mode=0o700)
     tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="32MiB", ssd_dir=str(tmp_path / "cache"))
     with trained(tiers=tiers) as bag, make_bag(optimizer=optimizers.RowWiseAdagrad()) as other:
@@ -199,7 +199,7 @@ def test_a_collection_without_an_optimizer_evaluates(tmp_path):
         (torch.optim.Adam, r"has the optimizer torch\.optim\.Adam,"),
     ],
 )
-def test_an_optimizer_that_does_not_fit_is_called_as_the_user_called_it(optimizer, words, tmp_path):
+def test_mismatched_optimizer_is_named_as_the_user_wrote_it(optimizer, words, tmp_path):
     saved_collection(tmp_path / "rows")
     made = collection()
     if optimizer is not None:
@@ -208,7 +208,7 @@ def test_an_optimizer_that_does_not_fit_is_called_as_the_user_called_it(optimize
         Saver(0).load(nn.ModuleDict({"tables": made}), tmp_path / "rows")
 
 
-def test_optimizers_of_plain_pytorch_and_of_fused_params_are_called_as_given():
+def test_torch_and_fused_optimizers_are_named_as_given():
     chosen = choose_optimizer("t", None, {"optimizer": EmbOptimType.EXACT_ADAGRAD})
     assert chosen is not None
     assert chosen.display_name == "EmbOptimType.EXACT_ADAGRAD"

@@ -184,7 +184,7 @@ def test_a_sharded_model_goes_on_with_the_buckets_of_the_file(two_ranks: World, 
         (torch.optim.AdamW, {"lr": 0.25, "weight_decay": 0.125, "foreach": False, "maximize": False}),
     ],
 )
-def test_optimizers_of_torch_are_saved_and_loaded_with_the_hyperparameters_that_are_none(
+def test_torch_optimizers_are_saved_with_none_hyperparameters(
     optimizer: type[torch.optim.Optimizer], numbers: dict[str, Any], tmp_path: Path
 ) -> None:
     def make_one() -> EmbCacheEmbeddingBagCollection:

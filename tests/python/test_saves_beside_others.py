@@ -36,7 +36,7 @@ def checkpoints(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_checkpoint_that_is_being_read_stays_until_the_save_after_the_load(root: Path, incremental: bool) -> None:
+def test_checkpoint_in_use_stays_until_the_save_after_the_load(root: Path, incremental: bool) -> None:
     bag, other = make_bag(), make_bag()
     train(bag, BATCHES[:2])
     first = Saver(0).save(bag, root)
@@ -60,9 +60,7 @@ def test_a_checkpoint_that_is_being_read_stays_until_the_save_after_the_load(roo
     assert first.checkpoint in read
 
 
-def test_a_load_whose_checkpoint_is_replaced_before_it_is_open_takes_the_next(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_whose_checkpoint_is_replaced_takes_the_next(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bag, other = make_bag(), make_bag()
     train(bag, BATCHES[:2])
     Saver(0).save(bag, root)
@@ -93,7 +91,7 @@ def save_again_and_again(say: Callable[[Any], None], path: str, times: int) -> N
         say(turn)
 
 
-def test_every_load_beside_a_process_that_saves_finds_one_whole_checkpoint(root: Path) -> None:
+def test_every_load_during_saves_finds_a_whole_checkpoint(root: Path) -> None:
     child = Child(save_again_and_again, str(root), 40)
     turn, loads = child.hear(), 0
     bag = make_bag(embedding_dim=16)
@@ -113,9 +111,7 @@ def test_every_load_beside_a_process_that_saves_finds_one_whole_checkpoint(root:
 # ---- reads that fail
 
 
-def test_a_table_whose_rows_cannot_be_read_while_blocks_are_loaded_over_them_refuses_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_rows_under_a_block_load_poison_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "RUN_BYTES", 4_000)
     source = make_bag()
     ids = torch.arange(20_000)
@@ -185,7 +181,7 @@ def run(script: str, path: Path, how: str = "") -> str:
     return done.stdout
 
 
-def test_closing_a_table_from_the_progress_callable_of_its_save_is_refused(tmp_path: Path) -> None:
+def test_close_from_the_progress_callback_of_its_save_fails(tmp_path: Path) -> None:
     out = run(
         """
         future = Saver(0).save_async(bag, path + "/ck", progress=lambda _: bag.close())
@@ -201,7 +197,8 @@ def test_closing_a_table_from_the_progress_callable_of_its_save_is_refused(tmp_p
     assert out.strip() == "closed"
 
 
-def test_ctrl_c_ends_the_wait_of_close_for_a_save_and_the_table_can_be_closed(tmp_path: Path) -> None:
+def test_interrupted_close_stops_waiting_and_can_be_repeated(tmp_path: Path) -> None:
+    """Ctrl-C while `close()` waits for a save."""
     out = run(
         """
         go = threading.Event()
@@ -252,7 +249,7 @@ def test_a_save_that_an_atexit_function_begins_is_completed(how: str, tmp_path: 
     assert len(again) == 500
 
 
-def test_a_worker_forked_amid_a_save_of_blocks_does_not_hold_the_saves_after_it(tmp_path: Path) -> None:
+def test_worker_forked_in_a_block_save_does_not_block_later_ones(tmp_path: Path) -> None:
     out = run(
         """
         from torchrec_embcache.sessions.blocks import RecisSession

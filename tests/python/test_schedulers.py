@@ -98,7 +98,7 @@ def test_the_step_that_a_table_has_already_leaves_its_deltas(tmp_path: Any) -> N
     assert Saver(0).save(module, path, incremental=True).kind == "delta"
 
 
-def test_a_table_that_has_an_optimizer_is_not_given_a_second_one_in_the_backward() -> None:
+def test_table_with_an_optimizer_gets_no_second_in_backward() -> None:
     table = plain(optimizers.SGD(lr=0.1))
     apply_optimizer_in_backward(torch.optim.SGD, table.parameters(), {"lr": 0.1})
     with pytest.raises(UnsupportedError, match="table 't' has 2 optimizers in backward"):

@@ -89,7 +89,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
-def test_a_table_and_tensors_come_back_bit_for_bit_and_train_on_the_same(
+def test_table_and_tensors_round_trip_and_train_alike(
     optimizer: optimizers.OptimizerSpec, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "RUN_BYTES", 900)  # several runs
@@ -204,7 +204,7 @@ def test_any_number_of_shards_loads_what_any_number_saved(
     assert rows_of(*into) == whole
 
 
-def test_a_table_that_holds_as_many_rows_as_it_can_loads_its_own_blocks(path: Path, tmp_path: Path) -> None:
+def test_full_table_loads_its_own_blocks(path: Path, tmp_path: Path) -> None:
     def make(name: str, host_bytes: str) -> Any:
         folder = tmp_path / name
         folder.mkdir()
@@ -305,7 +305,7 @@ def test_any_program_can_read_the_files_by_the_indexes_of_recis(path: Path, monk
     assert not found
 
 
-def test_the_filter_of_a_save_is_given_a_block_for_ids_and_for_each_slot(path: Path) -> None:
+def test_save_filter_gets_a_block_for_ids_and_each_slot(path: Path) -> None:
     bag = trained(optimizer=optimizers.Adam(lr=0.1))
     seen: list[WriteBlock] = []
 
@@ -394,7 +394,7 @@ def test_rows_loaded_under_another_name_go_on_being_born_alike(path: Path) -> No
     assert rows_of(other.table) == rows_of(bag.table)
 
 
-def test_missing_and_extra_names_are_refused_before_anything_is_touched(path: Path) -> None:
+def test_missing_and_extra_names_are_rejected_untouched(path: Path) -> None:
     Saver(path=str(path), hashtables={"item": trained()}, tensors={"w": torch.ones(3)}).save()
     bag, weight = make_bag(), torch.zeros(3)
     with pytest.raises(MismatchError, match="has no user"):
@@ -417,7 +417,8 @@ def test_missing_and_extra_names_are_refused_before_anything_is_touched(path: Pa
     assert weight.all()
 
 
-def test_other_widths_optimizers_types_and_shapes_are_refused_before_anything_is_touched(path: Path) -> None:
+def test_mismatched_blocks_are_rejected_untouched(path: Path) -> None:
+    """Other widths, optimizers, types or shapes."""
     Saver(path=str(path), hashtables={"item": trained()}, tensors={"w": torch.ones(3)}).save()
     weight = torch.zeros(3)
     for wrong in (make_bag(embedding_dim=5), make_bag(optimizer=optimizers.RowWiseAdagrad(lr=0.1))):
@@ -449,7 +450,7 @@ def test_until_every_shard_has_saved_the_checkpoint_before_is_loaded(path: Path)
     assert [entry.name for entry in path.iterdir() if entry.is_dir()] == [saved_folder(path).name]
 
 
-def test_a_shard_that_was_killed_in_one_save_does_not_complete_it_with_the_rows_of_the_next(path: Path) -> None:
+def test_killed_shard_does_not_complete_its_save_with_later_rows(path: Path) -> None:
     shards = [rank_shard(rank, 2) for rank in range(2)]
     Saver(0, 2, path=str(path), hashtables={"item": shards[0]}).save()  # shard 1 was killed here
     for shard in shards:

@@ -51,9 +51,7 @@ def test_a_load_that_failed_keeps_nothing_of_the_checkpoint_open(path: Path) -> 
     assert kept.traceback, "it holds all that the load had"
 
 
-def test_every_changed_byte_is_found_and_the_tables_refuse_use_until_a_load_succeeds(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_changed_byte_poisons_tables_until_a_good_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "RUN_BYTES", 900)
     bag, dense = trained(), {"w": torch.randn(50)}
     Saver(0, 1, 2, str(path), {"item": bag}, dense).save()

@@ -49,7 +49,7 @@ def test_a_preloaded_checkpoint_reads_the_same(ckpt: Path) -> None:
         serving.open(ckpt, preload="yes")  # type: ignore[arg-type]
 
 
-def test_the_path_of_one_checkpoint_is_refused_with_the_call_that_serves_it(ckpt: Path) -> None:
+def test_path_of_one_checkpoint_is_rejected_with_the_right_call(ckpt: Path) -> None:
     name = two_saves(ckpt)[2]
     with pytest.raises(PathError, match="is one checkpoint") as told:
         serving.open(ckpt / name)

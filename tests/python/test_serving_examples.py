@@ -74,7 +74,7 @@ def test_rows_and_metrics_are_served_over_http_and_follow_the_trainer(tmp_path: 
         assert families["embcache_serving_failing"].samples[0].value == 0.0
 
 
-def test_a_server_without_a_directory_makes_one_and_refuses_what_is_stale() -> None:
+def test_server_creates_its_directory_and_rejects_stale_data() -> None:
     with server("--max-staleness", 0) as client:
         assert client.get("/health").status_code == 503
         refused = client.post("/lookup", json={"tables": {"item": [1]}})

@@ -153,7 +153,7 @@ def test_a_damaged_manifest_leaves_the_old_version_serving(ckpt: Path, what: str
         assert tables.poll() == second
 
 
-def test_a_delta_that_is_missing_from_a_chain_leaves_the_old_version_serving(ckpt: Path) -> None:
+def test_missing_delta_of_a_chain_leaves_the_old_version(ckpt: Path) -> None:
     table, saver, _ = two_saves(ckpt)
     with serving.open(ckpt) as tables:
         second = publish(table, saver, ckpt, 20.0)
@@ -272,7 +272,7 @@ def test_a_forked_child_serves_and_follows_too(ckpt: Path) -> None:
     assert done.stdout == "0\n", done.stderr
 
 
-def test_tables_say_that_they_cannot_be_pickled_and_are_shared_by_copies(ckpt: Path) -> None:
+def test_tables_cannot_be_pickled_and_copies_share_them(ckpt: Path) -> None:
     import copy
     import pickle
 

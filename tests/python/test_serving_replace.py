@@ -344,7 +344,7 @@ def test_a_table_that_leaves_a_later_checkpoint_is_told(ckpt: Path) -> None:
         assert model(torch.tensor([1])).unique().tolist() == [0.0]
 
 
-def test_a_module_at_two_paths_takes_the_path_that_modules_gives_for_any_of_them(ckpt: Path) -> None:
+def test_module_at_two_paths_is_found_under_either(ckpt: Path) -> None:
     next(numbered(ckpt))
     for path in ("one", "two"):
         shared = embedding(name="a")
@@ -359,7 +359,7 @@ def test_a_module_at_two_paths_takes_the_path_that_modules_gives_for_any_of_them
         serving.replace(model, tables, modules={"one": "a", "two": "b"})
 
 
-def test_a_directory_that_a_model_opened_twice_has_two_labels_in_the_metrics(ckpt: Path) -> None:
+def test_directory_opened_twice_by_a_model_has_two_labels(ckpt: Path) -> None:
     next(numbered(ckpt))
     with serving.open(ckpt) as first, serving.open(ckpt, at=1) as second:
         model = nn.ModuleList(serving.replace(TwoTables(), tables) for tables in (first, second))

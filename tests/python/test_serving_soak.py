@@ -160,9 +160,7 @@ def test_memory_that_grows_fails_the_run(soak: dict[str, ModuleType]) -> None:
 # ---- the faults
 
 
-def test_the_damage_is_in_one_weight_and_a_server_that_did_not_verify_it_would_answer_it(
-    soak: dict[str, ModuleType], tmp_path: Path
-) -> None:
+def test_damage_is_in_one_weight_and_would_be_served_unverified(soak: dict[str, ModuleType], tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     path, truth = tmp_path / "ckpt", soak["soak_truth"].Truth(200)
     clock = soak["soak_truth"].CLOCK

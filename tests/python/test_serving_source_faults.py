@@ -37,9 +37,7 @@ def bits(version: serving.Version, name: str, ids: list[int]) -> tuple[bytes, li
 # ---- damage
 
 
-def test_a_damaged_delta_is_told_at_each_look_until_a_conversion_takes_its_place(
-    ckpt: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_delta_is_reported_until_conversion_replaces_it(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, saver, _ = two_saves(ckpt)
     target = convert(capsys, ckpt, "int8")
     with serving.open(target, follow=serving.Follow(poll_seconds=3600, source=ckpt)) as tables:
@@ -131,7 +129,7 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_forked_child_answers_as_its_parent_and_opens_its_source_anew(ckpt: Path) -> None:
+def test_forked_child_answers_as_its_parent_and_reopens_source(ckpt: Path) -> None:
     script = FORKED.format(tests=str(Path(__file__).parent), ckpt=str(ckpt), target=str(ckpt.parent / "served"))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, timeout=600

@@ -111,9 +111,7 @@ def flip_a_weight(checkpoint: Path) -> None:
     file.write_bytes(whole)
 
 
-def test_a_checkpoint_with_an_index_is_verified_where_that_is_asked_for(
-    ckpt: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_indexed_checkpoint_is_verified_on_request(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, saver, first = two_saves(ckpt)
     command(capsys, "index", ckpt)
     with serving.open(ckpt, verify=True) as tables:

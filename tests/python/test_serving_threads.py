@@ -258,7 +258,7 @@ def test_lookups_go_on_while_large_checkpoints_are_opened_beside(ckpt: Path) -> 
 
 
 @pytest.mark.usefixtures("_threads_take_turns_often")
-def test_tables_that_are_closed_amid_lookups_give_rows_or_say_that_they_are_closed(ckpt: Path) -> None:
+def test_tables_closed_during_lookups_give_rows_or_an_error(ckpt: Path) -> None:
     two_saves(ckpt)
     for turn in range(60):
         tables = serving.open(ckpt, follow=serving.Follow(poll_seconds=0.001))
@@ -292,7 +292,7 @@ def test_tables_that_are_closed_amid_lookups_give_rows_or_say_that_they_are_clos
 
 
 @pytest.mark.usefixtures("_threads_take_turns_often")
-def test_a_version_that_is_let_go_amid_lookups_gives_rows_or_says_that_it_was_let_go(ckpt: Path) -> None:
+def test_version_released_during_lookups_gives_rows_or_an_error(ckpt: Path) -> None:
     two_saves(ckpt)
     with serving.open(ckpt) as tables:
         for turn in range(150):

@@ -1,4 +1,4 @@
-"""Tracing and compiling of models with served modules, as docs/serving-models.md describes them."""
+"""Tracing and compiling modules that are served, and TorchRec's own: the statements of docs/serving-models.md hold."""
 
 import copy
 import gc
@@ -136,7 +136,7 @@ def test_the_page_says_what_trials_gave(tables: serving.Tables) -> None:
     assert said == tried(tables)
 
 
-def test_a_graph_follows_the_checkpoints_and_reads_the_version_that_is_pinned(tmp_path: Path) -> None:
+def test_graph_follows_checkpoints_and_reads_the_pinned_version(tmp_path: Path) -> None:
     source, saver = embedding(embedding_dim=DIM), Saver(0)
     model = nn.ModuleDict({"tables": source})
 

@@ -93,9 +93,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.usefixtures("_levels_as_before")
-def test_a_sync_that_fails_is_logged_counted_and_scraped_until_a_good_checkpoint(
-    ckpt: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_sync_is_logged_counted_and_exported(ckpt: Path, caplog: pytest.LogCaptureFixture) -> None:
     table, saver, first = two_saves(ckpt)
     second = publish(table, saver, ckpt, 20.0)
     file = damage(ckpt, second)
@@ -129,9 +127,7 @@ def test_a_sync_that_fails_is_logged_counted_and_scraped_until_a_good_checkpoint
 
 
 @pytest.mark.usefixtures("_levels_as_before")
-def test_an_error_that_comes_again_after_a_look_that_succeeded_is_logged_again(
-    ckpt: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_error_is_logged_again_after_a_successful_sync(ckpt: Path, caplog: pytest.LogCaptureFixture) -> None:
     table, saver, first = two_saves(ckpt)
     second = publish(table, saver, ckpt, 20.0)
     damage(ckpt, second)
@@ -154,7 +150,7 @@ def test_an_error_that_comes_again_after_a_look_that_succeeded_is_logged_again(
 
 
 @pytest.mark.parametrize("on_stale", ["serve", "raise"])
-def test_what_is_past_its_bound_is_scraped_as_stale_until_a_newer_checkpoint(ckpt: Path, on_stale: str) -> None:
+def test_data_past_its_age_limit_is_exported_as_stale(ckpt: Path, on_stale: str) -> None:
     table, saver, first = two_saves(ckpt)
     os.utime(ckpt / first / "manifest.json", (LONG_AGO, LONG_AGO))
     follow = serving.Follow(poll_seconds=3600, max_staleness_seconds=3600, on_stale=on_stale)  # type: ignore[arg-type]
@@ -259,9 +255,7 @@ def test_prometheus_can_read_a_scrape_in_the_format_that_it_asks_for(ckpt: Path)
 
 
 @pytest.mark.parametrize("missing", [None, "zeros", "initial", 0.25], ids=str)
-def test_a_row_that_a_sweep_took_is_gone_at_the_next_version_and_still_there_in_the_one_before(
-    ckpt: Path, missing: NotAdmitted | None
-) -> None:
+def test_swept_row_is_in_the_old_version_and_not_in_the_next(ckpt: Path, missing: NotAdmitted | None) -> None:
     table, saver = embedding(eviction=Policy([Ttl(steps=2)])), Saver(0)
     update(table(torch.tensor([7, 8])))
     saver.save(table, ckpt, keep=9)

@@ -260,7 +260,7 @@ def _filled(rank: int, world: int) -> Any:
     return steps, None, rows_of(model), pinned_rows(model)
 
 
-def test_a_table_that_is_full_on_one_rank_stops_every_rank_and_keeps_its_rows(two_ranks):
+def test_table_full_on_one_rank_stops_all_and_keeps_its_rows(two_ranks):
     (steps, message, rows, pinned), other = two_ranks.run(_filled)
     assert message is not None
     assert other[1] is not None
@@ -330,7 +330,7 @@ def _state(rank: int, world: int) -> Any:
     return shapes, tuple(incompatible), optimizer["state"], names, told
 
 
-def test_state_dicts_have_the_same_keys_on_every_rank_and_say_once_that_rows_are_elsewhere(two_ranks):
+def test_state_dicts_have_equal_keys_on_ranks_and_warn_once(two_ranks):
     results = two_ranks.run(_state)
     tables = {"bags.embedding_bags.ta": 16, "bags.embedding_bags.tb": 8, "sequences.embeddings.tc": 4}
     for shapes, (missing, unexpected), _, names, _ in results:

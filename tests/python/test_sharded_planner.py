@@ -31,13 +31,13 @@ def _constrained(_rank: int, world: int, kinds: list[str]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["column_wise", "table_row_wise", "table_column_wise", "data_parallel"])
-def test_a_constraint_that_demands_an_unsupported_sharding_is_refused_on_every_rank(two_ranks, kind):
+def test_unsupported_sharding_constraint_is_rejected_everywhere(two_ranks, kind):
     for told in two_ranks.run(_constrained, [kind]):
         assert f"table 'ta': sharding_type='{kind}' is not supported yet" in told
 
 
 @pytest.mark.parametrize("kind", ["column_wise", "table_row_wise", "table_column_wise", "data_parallel"])
-def test_torchrecs_planner_shows_the_sharder_which_constraint_it_asks_about(kind):
+def test_torchrec_planner_shows_the_constraint_to_the_sharder(kind):
     """The sharder reads this from the planner's variables, because it is no argument. If this test fails, TorchRec's planner has
     changed.
     """

@@ -154,7 +154,7 @@ def _after_error_in_backward(rank: int, world: int, shardings: dict[str, str], p
 
 
 @pytest.mark.parametrize("shardings", [ROW_WISE, MIXED])
-def test_after_an_error_in_the_backward_of_one_rank_all_ranks_save_and_train_on(two_ranks, tmp_path, shardings):
+def test_backward_error_on_one_rank_lets_all_save_and_train(two_ranks, tmp_path, shardings):
     results = two_ranks.run(_after_error_in_backward, shardings, str(tmp_path / "checkpoint"))
     for caught, _, loaded, moved, pinned in results:
         assert "lr=nan" in caught
@@ -248,7 +248,7 @@ def _raise_capacity(*_args: Any, **_kwargs: Any) -> Any:
     raise CapacityError("table 'ta' is full")
 
 
-def test_tables_that_cannot_be_made_on_one_rank_are_refused_on_every_rank(two_ranks):
+def test_tables_that_fail_on_one_rank_are_rejected_on_all(two_ranks):
     assert two_ranks.run(_refused_when_opened) == ["rank 1: table 'ta' is full", "table 'ta' is full"]
 
 

@@ -112,7 +112,7 @@ def test_bags_of_refused_ids_train_what_a_model_of_plain_torch_trains(backend, m
 
 @pytest.mark.parametrize("lookahead", [0, 4])
 @pytest.mark.parametrize("tiers", ["ram", "ssd", "device"])
-def test_sequences_of_refused_ids_train_what_a_model_of_plain_torch_trains(tmp_path, tiers, lookahead):
+def test_sequences_of_rejected_ids_train_as_in_plain_torch(tmp_path, tiers, lookahead):
     dice = random.Random(2)
     made = embedding(optimizer=optimizers.SGD(lr=0.02), tiers=budgets(tiers, tmp_path), **SHARED)
     model = Plain(embedding(), 3, 0.02)

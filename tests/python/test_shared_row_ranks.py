@@ -174,7 +174,8 @@ def fails(rank: int, world: int, amid: bool) -> Any:
     return said, after == before, steps, after[1], shared_of(model)
 
 
-def test_a_backward_that_fails_on_one_rank_before_the_sums_leaves_every_row_of_both(two_ranks):
+def test_backward_error_before_the_sums_changes_no_row(two_ranks):
+    """The backward fails on one of two ranks."""
     first, second = two_ranks.run(fails, False)
     assert "rank 1: made to fail" in first[0]
     assert "made to fail" in second[0]
@@ -183,7 +184,7 @@ def test_a_backward_that_fails_on_one_rank_before_the_sums_leaves_every_row_of_b
     assert first[2:] == second[2:]
 
 
-def test_a_backward_that_fails_on_one_rank_after_the_sums_leaves_the_same_shared_row_on_both(two_ranks):
+def test_backward_error_after_the_sums_leaves_equal_oov_rows(two_ranks):
     """The other rank has made its step by then."""
     first, second = two_ranks.run(fails, True)
     assert "rank 1: made to fail" in first[0]

@@ -72,7 +72,7 @@ def keys(made: nn.Module) -> set[str]:
     return set(made.state_dict())
 
 
-def test_a_state_dict_of_trained_tables_is_not_loaded_where_their_rows_are_not(tmp_path):
+def test_state_dict_of_trained_tables_is_not_loaded_without_rows(tmp_path):
     made = trained()
     state = through_torch(made.state_dict(), tmp_path)
     fresh = model()
@@ -156,7 +156,7 @@ def test_a_state_dict_without_a_note_or_with_another_is_loaded():
 
 @pytest.mark.filterwarnings("error:state_dict:torchrec_embcache.EmbCacheWarning")
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_writer_of_the_rows_silences_the_warning_that_a_state_dict_has_none(tmp_path):
+def test_writer_of_the_rows_silences_the_state_dict_warning(tmp_path):
     made = trained()
     dcp.save({"model": made.state_dict()}, storage_writer=EmbCacheStorageWriter(tmp_path / "dcp", made))
     dcp.save({"model": made.state_dict()}, checkpoint_id=tmp_path / "dense")
@@ -181,7 +181,7 @@ def test_a_writer_of_the_rows_silences_the_warning_that_a_state_dict_has_none(tm
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 @pytest.mark.filterwarnings("default:state_dict:torchrec_embcache.EmbCacheWarning")
-def test_a_state_dict_that_is_saved_without_the_rows_warns_once_when_it_is_dropped(kind, tmp_path):
+def test_state_dict_saved_without_rows_warns_once_when_dropped(kind, tmp_path):
     made = trained()
     state = made.state_dict()
     with warnings.catch_warnings(record=True, action="always") as told:
@@ -283,7 +283,7 @@ def wrapped(made: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("give", [lambda made: {"model": made.state_dict()}, wrapped], ids=["state dict", "module"])
-def test_what_torchs_own_dcp_loaded_is_refused_where_the_tables_never_had_rows(give, tmp_path):
+def test_state_loaded_by_torch_dcp_is_rejected_without_rows(give, tmp_path):
     made = trained()
     path = str(tmp_path / "dense")
     dcp.save(give(made), checkpoint_id=path)

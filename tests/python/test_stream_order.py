@@ -105,7 +105,7 @@ def test_who_uses_other_slots_is_not_waited_for():
     assert not clock.races()
 
 
-def test_what_is_done_is_forgotten_and_an_error_leaves_the_order_as_it_was():
+def test_finished_work_is_dropped_and_errors_keep_the_order():
     clock = Clock()
     queues = [Queue(clock) for _ in range(2)]
     order = StreamOrder()
@@ -253,7 +253,7 @@ def test_the_memory_of_a_table_is_not_given_away_before_it_is_read(model, monkey
     assert not races_of(model)
 
 
-def test_rows_are_read_rightly_where_another_thread_lets_the_tier_grow_amid_a_forward(model, monkeypatch):
+def test_rows_are_read_right_while_another_thread_grows_the_tier(model, monkeypatch):
     """Torch's operators, unlike the other kernels, read rows while others may replace the tier's tensors."""
     monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
     bag = make_bag()
@@ -291,7 +291,7 @@ def test_rows_leave_and_arrive_on_two_streams_that_all_tables_share(model):
     assert len({sides.to_host, sides.to_device, model.compute}) == 3
 
 
-def test_the_cpu_waits_for_what_came_before_the_ids_on_their_stream_and_for_nothing_else(model):
+def test_cpu_waits_only_for_work_before_the_ids_on_their_stream(model):
     brought = Queue(model.clock)
     ids, lengths = torch.arange(5), torch.ones(5, dtype=torch.int32)
     with model.on(brought):
@@ -312,7 +312,7 @@ def test_the_cpu_waits_for_what_came_before_the_ids_on_their_stream_and_for_noth
     assert not races_of(model)
 
 
-def test_pinned_memory_is_given_away_when_the_copies_are_done_that_torch_knows_of(model):
+def test_pinned_memory_is_reused_only_after_its_copies(model):
     def send(*, known):
         filled = staging_empty((3, 4), torch.float32, torch.device("cpu"))
         model.use_by_cpu(filled.numpy(), writes=True)

@@ -50,7 +50,9 @@ class Table:
     @property
     def native(self) -> Any:
         return SimpleNamespace(
-            is_read_only=lambda: self.no_new_rows, check_writable=self.check_writable, prepare_sweep=lambda _rule: None
+            is_no_new_rows=lambda: self.no_new_rows,
+            check_writable=self.check_writable,
+            prepare_sweep=lambda _rule: None,
         )
 
     def check_writable(self) -> None:
@@ -136,7 +138,7 @@ def test_a_call_sweeps_every_table_that_has_a_policy():
     assert swept(tables, at_save=False) == [1, 1, 0, 1, 1]
 
 
-def test_a_save_of_a_table_whose_disk_failed_says_that_it_was_not_swept(caplog):
+def test_save_of_a_table_with_a_failed_disk_says_not_swept(caplog):
     swept({"item": Table(no_new_rows=True)})
     assert "table item is saved without a sweep" in caplog.text
 
@@ -185,7 +187,7 @@ def test_a_shard_whose_disk_failed_on_one_rank_is_left_out_on_both():
     assert (first.sweeps, second.sweeps) == (0, 0)
 
 
-def test_a_call_sweeps_no_table_of_any_rank_where_one_of_a_rank_could_not_be_written():
+def test_call_sweeps_no_table_if_one_of_any_rank_is_unwritable():
     ranks, healthy, failed = TwoRanks(), Table(world_size=2), Table(world_size=2, no_new_rows=True)
     tables = ({"a": Table(world_size=2), "b": healthy}, {"a": Table(world_size=2), "b": failed})
     said = ranks.run(lambda rank: sweep._sweep(tables[rank], ranks, at_save=False))  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def reference():
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 @pytest.mark.parametrize("name", BUDGETS)
-def test_the_budgets_of_these_tests_move_rows_between_the_tiers_they_name(name, tmp_path):
+def test_budgets_of_the_tests_move_rows_between_their_tiers(name, tmp_path):
     with make_bag(tiers=budgets(name, tmp_path / "d"), policy="lru") as bag:
         train(bag, BATCHES, 4)
         stats = bag.stats()
@@ -73,16 +73,14 @@ def test_the_budgets_of_these_tests_move_rows_between_the_tiers_they_name(name, 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 @pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_training_gives_the_same_bits_for_every_budget_policy_lookahead_and_thread_count(
-    name, policy, reference, tmp_path, monkeypatch
-):
+def test_bits_are_independent_of_budget_policy_lookahead_threads(name, policy, reference, tmp_path, monkeypatch):
     for lookahead, threads in itertools.product(range(9), (1, 2)):
         monkeypatch.setenv("EMBCACHE_THREADS", str(threads))
         tiers = budgets(name, tmp_path / f"{lookahead}-{threads}")
         assert trained(BATCHES, lookahead, tiers=tiers, policy=policy) == reference
 
 
-def test_memory_that_torch_refuses_as_rows_leave_the_device_is_a_typed_error_that_changes_nothing(monkeypatch):
+def test_no_memory_for_rows_leaving_the_device_changes_nothing(monkeypatch):
     def refuse(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
@@ -168,7 +166,7 @@ def test_torch_kernels_agree_with_the_core_and_with_themselves(kind, mode, monke
 
 
 @pytest.mark.parametrize("name", ["host_ssd", "device"])
-def test_a_working_set_beyond_the_budget_trains_warns_and_gives_the_same_bits(name, tmp_path):
+def test_working_set_beyond_budget_warns_with_the_same_bits(name, tmp_path):
     wide = [[list(range(place, 100 + place))] for place in range(5)]
     if name == "device":
         tiers, words = (
@@ -227,7 +225,7 @@ def test_evaluation_between_leaves_prefetched_training_batches_alone():
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_batch_that_is_read_in_another_mode_than_it_was_prefetched_in_is_given_back(trained, recwarn):
+def test_batch_read_in_another_mode_than_prefetched_is_released(trained, recwarn):
     with make_bag() as bag:
         step(bag, [list(range(200))])
         for first in range(100):
@@ -244,7 +242,7 @@ def test_a_batch_that_is_read_in_another_mode_than_it_was_prefetched_in_is_given
     assert not recwarn.list
 
 
-def test_a_prefetched_batch_of_evaluation_that_never_comes_is_dropped_with_a_warning():
+def test_unused_evaluation_prefetch_is_dropped_with_a_warning():
     with make_bag() as bag:
         bag.eval()
         bag.prefetch(*jagged([[1, 2]]))

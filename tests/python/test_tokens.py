@@ -27,7 +27,8 @@ def close(model: nn.ModuleList) -> None:
         bag.close()
 
 
-def test_a_flush_follows_another_that_left_no_state_though_the_clock_went_back(tmp_path, monkeypatch):
+def test_flush_follows_one_without_a_state_despite_the_clock(tmp_path, monkeypatch):
+    """The clock went backward in between."""
     now = time.time_ns()
     with bag_in(tmp_path / "ssd") as bag:
         step(bag, [[1, 2]])
@@ -98,7 +99,7 @@ def test_a_mark_that_an_earlier_run_left_is_no_mark_of_a_new_flush(tmp_path):
     close(model)
 
 
-def test_jobs_that_share_a_root_and_flush_at_once_take_tokens_of_their_own():
+def test_jobs_that_flush_into_one_root_get_distinct_commit_ids():
     known = [4, 9, 7]
     tokens = [publish.new_commit_id(known) for _ in range(8)]
     assert all(token > 9 and publish.is_multi_table(token) for token in tokens)

@@ -246,7 +246,8 @@ def raised_by(table: EmbCacheEmbedding) -> EvictionHookError:
     raise AssertionError("no forward raised")
 
 
-def test_what_the_hook_raises_comes_with_the_next_step_and_rows_are_told_after_it():
+def test_callback_error_is_raised_by_the_next_step_and_continues():
+    """The rows after it are delivered."""
     hook, raised = Hook(), threading.Event()
     cause = ValueError("the store is gone")
     hook.failures.append(cause)
@@ -275,7 +276,7 @@ def test_what_the_hook_raises_comes_with_the_next_step_and_rows_are_told_after_i
     assert len(hook.rows) == 3, "1, 2 and 3, each once"
 
 
-def test_what_the_hook_raises_while_the_table_closes_is_raised_there_when_all_was_told():
+def test_callback_error_during_close_is_raised_after_delivery():
     hook = Hook()
     hook.failures += [ValueError("no space"), SystemExit(3)]
     gate = threading.Event()
@@ -299,7 +300,7 @@ def test_what_the_hook_raises_while_the_table_closes_is_raised_there_when_all_wa
     table.close()
 
 
-def test_while_the_hook_does_not_keep_up_sweeps_wait_and_whoever_counts_does_not():
+def test_sweeps_wait_for_a_slow_callback_and_counters_do_not():
     started, gate = threading.Event(), threading.Event()
     counted: list[int] = []
 
@@ -333,7 +334,8 @@ def test_while_the_hook_does_not_keep_up_sweeps_wait_and_whoever_counts_does_not
     assert max(counted) <= 65_536
 
 
-def test_without_on_evict_nothing_is_kept_and_kept_rows_can_be_drained_in_parts():
+def test_kept_rows_can_be_drained_in_parts():
+    """Without `on_evict` and `keep_evicted` nothing is kept."""
     table = embedding(eviction=Policy([Ttl(steps=1)], every_steps=1))
     with pytest.raises(StateError, match='keeps no evicted rows: make it with on_evict="keep"'):
         table.drain_evicted()
@@ -463,7 +465,7 @@ def test_two_ranks_tell_the_rows_that_one_rank_tells(two_ranks, tmp_path, shardi
     assert all(result[0] and result[2] == [] for result in results)
 
 
-def test_what_a_hook_raises_on_one_rank_is_raised_on_both_by_the_same_step(two_ranks):
+def test_callback_error_on_one_rank_is_raised_on_both(two_ranks):
     first, second = two_ranks.run(told_on, ROW_WISE, True)
     for rows, evicted, _ in (first, second):
         assert len(rows) == evicted > 0

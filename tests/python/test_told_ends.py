@@ -124,14 +124,15 @@ def interrupt_the_wait_of_a_close(say: Callable[[Any], None], fails: bool) -> No
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_ctrl_c_ends_the_wait_of_a_close_and_the_hook_is_told_of_what_leaves_after_it(fails: bool):
+def test_interrupted_close_stops_waiting_and_later_rows_deliver(fails: bool):
+    """Ctrl-C while `close()` waits for the callback."""
     child = Child(interrupt_the_wait_of_a_close, fails)
     raised = ["on_evict of table 'item' raised ValueError: no store"] if fails else []
     told = [2, 3, 4] if fails else [1, 2, 3, 4]
     assert child.ended() == ([True, *raised, told, [5], 0], 0)
 
 
-def test_an_interrupt_at_any_line_of_a_close_leaves_a_table_that_tells_or_one_that_is_closed():
+def test_interrupted_close_leaves_the_table_delivering_or_closed():
     def made() -> tuple[EmbCacheEmbedding, Hook]:
         hook = Hook()
         hook.gate.set()
@@ -211,7 +212,7 @@ def drop_after_a_load(say: Callable[[Any], None], path: str) -> None:
     say(hook.told(3))
 
 
-def test_a_table_that_is_dropped_after_a_load_tells_of_the_rows_before_and_after_it(tmp_path: Path):
+def test_table_dropped_after_a_load_delivers_rows_of_both(tmp_path: Path):
     saved_elsewhere(str(tmp_path / "saved"))
     assert Child(drop_after_a_load, str(tmp_path / "saved")).ended() == ([[1, 5, 6]], 0)
 
@@ -231,7 +232,7 @@ def drop_amid_another_optimizer(say: Callable[[Any], None]) -> None:
     say(hook.told(2))
 
 
-def test_a_table_that_is_dropped_while_the_core_has_none_of_it_tells_and_lets_the_process_end():
+def test_table_dropped_while_core_is_empty_delivers_and_exits():
     assert Child(drop_amid_another_optimizer).ended() == ([[1, 2]], 0)
 
 
@@ -389,7 +390,7 @@ def test_a_table_that_is_closed_and_dropped_is_freed_at_once(how: str):
         gc.enable()
 
 
-def test_a_table_that_is_dropped_leaves_its_directory_while_the_hook_still_runs(tmp_path: Path):
+def test_dropped_table_frees_its_directory_before_the_callback(tmp_path: Path):
     hook = Hook()
     tiers = ssd_tiers(tmp_path / "ssd", reopen="resume")
     table = dying(hook, tiers=tiers)

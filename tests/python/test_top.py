@@ -91,9 +91,7 @@ def test_other_urls_are_refused(given: str) -> None:
         open_source(given)
 
 
-def test_a_file_gives_its_last_two_samples_and_a_line_that_is_not_whole_is_left_out(
-    tmp_path: Path, bag: EmbCacheEmbeddingBag
-) -> None:
+def test_file_gives_its_last_two_samples_without_a_partial_line(tmp_path: Path, bag: EmbCacheEmbeddingBag) -> None:
     path = tmp_path / "metrics.jsonl"
     with JsonlLogger(bag, path, interval_s=None) as logger:
         for number in range(3):
@@ -317,7 +315,7 @@ def test_an_interval_that_is_none_is_refused(arguments: list[str], capsys: pytes
     assert "give seconds above 0" in capsys.readouterr().err
 
 
-def test_the_live_view_goes_on_while_the_training_is_away_and_ends_with_ctrl_c(
+def test_live_view_survives_a_training_gap_and_ends_by_ctrl_c(
     bag: EmbCacheEmbeddingBag, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exporter = PrometheusExporter(bag, 0, host="127.0.0.1")

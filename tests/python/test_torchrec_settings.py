@@ -86,7 +86,7 @@ def _frozen(rank: int, world: int, shardings: Any) -> Any:
 
 
 @pytest.mark.parametrize("shardings", [ROW_WISE, TABLE_WISE, MIXED], ids=["row-wise", "table-wise", "mixed"])
-def test_a_module_that_was_frozen_or_in_eval_mode_is_so_when_it_is_sharded(two_ranks, shardings):
+def test_frozen_or_eval_module_stays_so_when_sharded(two_ranks, shardings):
     results = two_ranks.run(_frozen, shardings)
     for modes, frozen, still, pinned, _ in results:
         assert modes == [True, False]
@@ -161,7 +161,7 @@ def test_a_sharded_collection_stays_in_its_type_and_on_its_device():
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_settings_of_torchrecs_kernels_are_refused_before_anything_changes(kind, setting, words):
+def test_torchrec_kernel_settings_are_rejected_unchanged(kind, setting, words):
     model = Model()
     before = [module.tables for module in (model.bags, model.sequences)]
     sharders = [EmbCacheEmbeddingBagCollectionSharder(FUSED), EmbCacheEmbeddingCollectionSharder(FUSED)]
@@ -177,7 +177,7 @@ def test_settings_of_torchrecs_kernels_are_refused_before_anything_changes(kind,
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_values_of_kernel_settings_that_mean_what_rows_are_here_are_taken():
+def test_kernel_settings_equivalent_to_ours_are_accepted():
     setting = {"output_dtype": DataType.FP32, "stochastic_rounding": False, "enforce_hbm": False}
     module, sharder = Model().bags, EmbCacheEmbeddingBagCollectionSharder(FUSED)
     plan = construct_module_sharding_plan(

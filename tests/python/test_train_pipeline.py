@@ -108,7 +108,7 @@ def _plans_ahead(rank: int, world: int) -> Any:
     return queued, pinned, forgotten, len(rest)
 
 
-def test_lookahead_pins_the_rows_of_the_batches_to_come_and_reset_forgets_them(two_ranks):
+def test_lookahead_pins_rows_of_next_batches_and_reset_unpins(two_ranks):
     for queued, pinned, forgotten, rest in two_ranks.run(_plans_ahead):
         assert queued == 4
         assert pinned > 0
@@ -188,7 +188,7 @@ def _one_bad_batch(rank: int, world: int) -> Any:
     return failed, torch.equal(torch.stack(losses), want), rows_of(model) == rows_of(plain), pinned_rows(model)
 
 
-def test_a_bad_batch_of_one_rank_fails_its_own_step_on_every_rank_and_the_next_ones_train(two_ranks):
+def test_bad_batch_of_one_rank_fails_its_step_on_all_ranks(two_ranks):
     for failed, losses, rows, pinned in two_ranks.run(_one_bad_batch):
         assert failed == [(5, True)]
         assert losses
@@ -255,7 +255,7 @@ def _one_rank_cannot_move_ahead(rank: int, world: int, lookahead: int) -> Any:
 
 
 @pytest.mark.parametrize("lookahead", [1, 5])
-def test_a_rank_whose_rows_cannot_move_ahead_keeps_step_with_the_others(two_ranks, lookahead):
+def test_rank_that_cannot_prefetch_keeps_pace_with_others(two_ranks, lookahead):
     results = two_ranks.run(_one_rank_cannot_move_ahead, lookahead)
     for losses, rows, pinned, _ in results:
         assert losses
@@ -314,7 +314,7 @@ def _with_options(rank: int, world: int, kind: str, shardings: dict[str, str], n
 @pytest.mark.parametrize("names", [*((name,) for name in OPTIONS), OPTIONS], ids=["free", "clear", "enqueue", "all"])
 @pytest.mark.parametrize("shardings", [TABLE_WISE, MIXED], ids=["table-wise", "mixed"])
 @pytest.mark.parametrize("kind", ["sparse", "ahead"])
-def test_torchrecs_options_of_memory_are_kept_and_give_the_bits_of_the_plain_loop(two_ranks, kind, shardings, names):
+def test_torchrec_memory_options_are_kept_with_the_same_bits(two_ranks, kind, shardings, names):
     for same, pinned, kept, cleared, loaded_before in two_ranks.run(_with_options, kind, shardings, names):
         assert same
         assert pinned == 0

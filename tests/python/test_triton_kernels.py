@@ -302,7 +302,7 @@ def test_every_width_has_the_bits_of_the_core(number, dim):
 
 @pytest.mark.parametrize("kind", sorted(DECAYED))
 @pytest.mark.parametrize("dim", [1, 3, 16, 33, 64, 128, 300, *WIDER])
-def test_every_optimizer_has_the_bits_of_the_core_at_widths_of_all_sorts(kind, dim):
+def test_optimizers_match_the_core_bit_for_bit_at_all_widths(kind, dim):
     def run():
         tables = Tables([dim], [DECAYED[kind]])
         tables.pooled([[1, 2, 1], [3]], [False] * 2, torch.linspace(-2, 1, 100))
