@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,23 +21,32 @@ if os.environ.get("EMBCACHE_TEST_CUDA") != "1":
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from processes import World  # noqa: E402  # noqa: E402
 from tables import AMPLE  # noqa: E402
 from torchrec_embcache import TierBudgets  # noqa: E402
-from world import World  # noqa: E402
 
 #: The slowest files. They run first, so that parallel test processes finish at about the same time.
 LONGEST = [
     "test_examples.py",
     "test_triton_compiled.py",
     "test_interrupted_saves.py",
-    "test_newcomer.py",
+    "test_first_use.py",
     "test_documents.py",
     "test_wheel.py",
 ]
 
 
+#: The marker of the tests of a folder: `make test` runs the tests without any.
+MARKERS = {"robustness": "slow", "soak": "slow", "docs": "docs"}
+HERE = Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the tests of the slowest files to the front, and keeps the order of the others."""
+    """Marks the tests of slow folders and of docs, and moves the tests of the slowest files to the front."""
+    for item in items:
+        marker = MARKERS.get(item.path.relative_to(HERE).parts[0])
+        if marker is not None:
+            item.add_marker(marker)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 

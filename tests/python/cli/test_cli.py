@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from test_saver import OPTIMIZERS, make_bag, rows, train
+from cli_cases import flip, loaded, run, save
+from saver_cases import OPTIMIZERS, make_bag, rows, train
 from torchrec_embcache import EmbCacheEmbedding, RowMetadata, TierBudgets, _native, optimizers
 from torchrec_embcache.cli import main
 from torchrec_embcache.saver import Saver
@@ -28,27 +29,6 @@ def ckpt(tmp_path: Path) -> Path:
 
 
 SLOTS_OF_ADAM = {"adamw", "lamb"}
-
-
-def save(path: Path, **changes: Any) -> Any:
-    bag = make_bag(**changes)
-    train(bag)
-    Saver(0).save(nn.Sequential(bag), str(path))
-    return bag
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
-    code = main([str(argument) for argument in arguments] + ["--json"])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return code, found
-
-
-def flip(path: Path) -> None:
-    file = max(path.rglob("*.safetensors"), key=lambda file: file.stat().st_size)
-    data = bytearray(file.read_bytes())
-    # The flip is not in the header but in the middle of the columns.
-    data[4096 + (len(data) - 4096) // 8] ^= 1
-    file.write_bytes(data)
 
 
 def test_inspect_lists_checkpoints_and_tables_of_the_newest(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,12 +233,6 @@ def write_recsdk(folder: Path, ids: NDArray[np.int64], columns: dict[str, NDArra
         attribute = [values.itemsize, *values.shape]
         np.array(attribute, np.int64).tofile(folder / name / "slice.attribute")
         values.tofile(folder / name / "slice.data")
-
-
-def loaded(path: Path, **changes: Any) -> Any:
-    bag = make_bag(**changes)
-    Saver(0).load(nn.Sequential(bag), str(path))
-    return bag
 
 
 @pytest.mark.parametrize("ranks", [0, 2])

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from cli_cases import flip, run
 from tables import Contents, make_bag, random_batches, ssd_tiers, train
-from test_cli import flip, run
 from torchrec_embcache import EmbCacheEmbeddingBag, _native
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint

@@ -18,8 +18,8 @@ import safetensors.numpy
 import torch
 from torch import nn
 
-from test_cli import loaded, run, save
-from test_saver import make_bag, rows, train
+from cli_cases import loaded, refused, run, save
+from saver_cases import make_bag, rows, train
 from torchrec_embcache import TierBudgets
 from torchrec_embcache.saver import Saver
 
@@ -38,15 +38,6 @@ def npy(folder: Path, description: bytes | None = None, **columns: Any) -> Path:
     if description is not None:
         (folder / "item" / "table.json").write_bytes(description)
     return folder
-
-
-def refused(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *more: str) -> tuple[str, str]:
-    """The type and the message of the error of a conversion that publishes nothing."""
-    code, found = run(capsys, "convert", source, target, *more)
-    assert code == 3, found
-    assert not list(target.glob("LATEST"))
-    assert not list(target.rglob("*.safetensors"))
-    return found["error"]["type"], found["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from admission_cases import Counted, counting, train
-from lives import embedding, update
+from cli_cases import run
+from lifecycle_cases import embedding, update
 from tables import ssd_tiers
-from test_cli import run
 from torchrec_embcache import EmbCacheEmbedding, admission, eviction, set_time
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.cli import compare, main

@@ -23,10 +23,9 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from test_cli import run
-from test_cli_convert import refused
-from test_cli_torchrec_dcp import ROWS, save_trained
-from test_saver import make_bag
+from cli_cases import refused, run
+from saver_cases import make_bag
+from torchrec_dcp_cases import ROWS, save_trained
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagConfig,

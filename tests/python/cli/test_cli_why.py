@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from lives import HALF_LIFE, Expected, come_again, decayed, embedding, ids_of, update
+from cli_cases import run
+from lifecycle_cases import HALF_LIFE, Expected, come_again, decayed, embedding, ids_of, update
+from project_paths import ROOT
 from tables import Contents
-from test_cli import run
 from torchrec_embcache import admission, eviction
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.rules import describe_rule
@@ -324,7 +325,7 @@ def test_only_the_files_of_the_ids_bucket_are_read(tmp_path: Path, capsys: pytes
 
 
 def test_a_linked_checkpoint_is_told_of_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lives import budgets
+    from lifecycle_cases import budgets
 
     with embedding(tiers=budgets("ssd", tmp_path / "ssd")) as table:
         for ids in ([1, 2], [1], [3]):
@@ -370,7 +371,7 @@ def test_rules_in_words() -> None:
 def test_the_example_of_the_documentation_is_what_the_command_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "eviction.md").read_text()
+    text = (ROOT / "docs" / "eviction.md").read_text()
     part = text.split("## The life of one id\n")[1].split("\n## ")[0]
     monkeypatch.chdir(tmp_path)
     exec(part.split("```python\n")[1].split("```")[0], {})

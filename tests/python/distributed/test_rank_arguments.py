@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 
+from processes import World
 from torchrec_embcache import (
     EmbCacheStorageReader,
     EmbCacheStorageWriter,
@@ -24,7 +25,6 @@ from torchrec_embcache.exceptions import EmbCacheError
 from torchrec_embcache.serialize import BlockSaver
 from torchrec_embcache.state_dicts import TableState
 from torchrec_models import ROW_WISE, Model, batches, sharded, train
-from world import World
 
 Call = Callable[[nn.Module, int, str], object]
 STATE = {"x": torch.ones(2)}

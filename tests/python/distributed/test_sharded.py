@@ -25,6 +25,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from processes import process_group
 from tables import bucket_of
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
@@ -58,7 +59,6 @@ from torchrec_models import (
     together,
     train,
 )
-from world import process_group
 
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05, "eps": 1e-6}
 STEPS = 5

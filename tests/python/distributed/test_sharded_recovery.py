@@ -12,6 +12,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from processes import process_group
 from tables import bucket_of, ssd_tiers
 from torchrec_embcache import (
     CacheTable,
@@ -51,7 +52,6 @@ from torchrec_models import (
     together,
     train,
 )
-from world import process_group
 
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 

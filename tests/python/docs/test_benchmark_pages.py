@@ -5,11 +5,11 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from project_paths import ROOT
+
 SCRIPTS = ROOT / "benches" / "python"
 
 

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import torchrec_embcache
-from world import process_group
-
-ROOT = Path(__file__).resolve().parents[2]
+from processes import process_group
+from project_paths import ROOT
 
 
 def reference() -> ModuleType:

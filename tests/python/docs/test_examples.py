@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from project_paths import ROOT
 
 # Each process imports this as it starts. It notes which of gloo's threads live when the interpreter begins to shut down. A thread
 # that lets go of a tensor after that aborts the process.

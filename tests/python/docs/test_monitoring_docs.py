@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from project_paths import ROOT
 from torchrec_embcache.monitoring import METRICS, SERVING_METRICS, Metric
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("monitoring.md", "metrics.md"))
 SERVING = (ROOT / "docs" / "serving-operations.md").read_text()
 PROGRAMS = [

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from project_paths import ROOT
+
 PYRIGHT = Path(sys.executable).parent / "basedpyright"
 #: The modules that users import beside the package itself.
 MODULES = [

@@ -1,6 +1,5 @@
-"""The shared row and the times of steps in Megatron's and Lightning's checkpoints: a run that goes on is one that never ended."""
+"""The OOV row and step times in checkpoints of Megatron-Core and Lightning: a resumed run equals an uninterrupted one."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,19 @@ import torch.multiprocessing as mp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from lives import embedding, ids_of, update
+from lifecycle_cases import embedding, ids_of, update
+from lifecycle_resume_cases import begin, finish, megatrons, path, save
+from lightning_cases import LIGHTNING_WARNINGS, Recommender, callbacks, rows, trainer
+from oov_cases import assert_same_shared, made, shared_of, state_of
+from processes import World
 from tables import Contents
-from test_event_time import now
-from test_lightning import Recommender, callbacks, rows, trainer
-from test_lightning import pytestmark as lightnings_warnings
-from test_megatron import run_beside
-from test_shared_row import state_of
-from test_shared_row_ranks import assert_same_shared, made, shared_of
+from time_cases import now
 from torchrec_embcache import EmbCacheEmbedding, admission, cache_modules, eviction, megatron, optimizers, set_time
 from torchrec_models import ROW_WISE, Settings, assert_same_rows, batches, rows_of, together
-from world import World, process_group
 
-pytestmark = lightnings_warnings
+__all__ = ["path"]  # fixtures
+
+pytestmark = LIGHTNING_WARNINGS
 BEGIN = 1_700_000_030
 SHARED = {"admission": admission.Count(4), "not_admitted": "oov"}
 
@@ -33,34 +32,6 @@ def swept_after(seconds: float) -> dict[str, Any]:
 
 
 # ---- Megatron
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    """A directory for Megatron's checkpoint, and the process group that its saves ask for."""
-    megatron.register()
-    (tmp_path / "checkpoint").mkdir()
-    with process_group(0, 1, str(tmp_path / "store")):
-        yield tmp_path / "checkpoint"
-
-
-def megatrons(model: Any) -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4)), **megatron.sharded_tables(model)}
-
-
-def save(model: Any, path: Path) -> None:
-    dist_checkpointing.save(megatrons(model), str(path), megatron.STRATEGY)
-
-
-def begin(model: Any, path: Path) -> Any:
-    """Begin a save beside training. `finish` ends what this returns."""
-    return dist_checkpointing.save(megatrons(model), str(path), megatron.STRATEGY, async_sharded_save=True)
-
-
-def finish(request: Any) -> None:
-    run_beside(request)
-    for finalize in request.finalize_fns:
-        finalize()
 
 
 def refused(table: EmbCacheEmbedding, step: int) -> None:

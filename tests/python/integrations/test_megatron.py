@@ -16,6 +16,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import nn
 
+from megatron_cases import run_beside
+from processes import World, process_group
 from tables import OPTIMIZERS, Contents, bucket_of, make_bag, random_batches, train
 from torchrec_embcache import TierBudgets, initializers, megatron, optimizers
 from torchrec_embcache.cache import CacheTable
@@ -30,7 +32,6 @@ from torchrec_embcache.exceptions import (
 )
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.whole_model import CacheModule
-from world import World, process_group
 
 BATCHES = random_batches(4, bags=8, ids=90, seed=3)
 
@@ -74,16 +75,6 @@ def trained() -> Model:
 
 def extra(value: object) -> dict[str, Any]:
     return {"rng": ShardedObject("rng", value, (1,), (0,)), "iteration": 12}
-
-
-def run_beside(request: Any) -> None:
-    """Save as megatron's caller does, in a fork of the trainer."""
-    args = list(request.async_fn_args)
-    args[1] = request.preload_fn()
-    process = mp.get_context("fork").Process(target=request.async_fn, args=args, kwargs=request.async_fn_kwargs)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

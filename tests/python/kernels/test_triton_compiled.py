@@ -6,9 +6,10 @@ import subprocess
 import sys
 from collections import defaultdict
 from itertools import product
-from pathlib import Path
 
 import pytest
+
+from project_paths import SUPPORT
 
 #: The widths that are compiled for each generation: one for each block size, and odd ones. 1025 and 2100 are wider than the widest
 #: block. All for both would take twice as long.
@@ -31,7 +32,7 @@ ROWS = [(1, False), (2, False), (1, True), (3, False), (2, True)]
 @pytest.fixture(scope="module")
 def launches():
     """The facts of all launches. Each generation is compiled by a program of its own."""
-    program = Path(__file__).parent / "compiled_kernels.py"
+    program = SUPPORT / "compiled_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     running = [
         subprocess.Popen(

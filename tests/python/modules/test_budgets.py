@@ -14,7 +14,8 @@ from torch import nn
 from torchrec import KeyedJaggedTensor
 
 import dcp_cases
-from test_modules import bags
+from collection_cases import bags
+from processes import process_group
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagConfig,
@@ -29,7 +30,6 @@ from torchrec_embcache.exceptions import CapacityError, ConfigError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.table_settings import row_bytes
 from torchrec_models import sharded
-from world import process_group
 
 MIB = 1 << 20
 ROW = row_bytes(8, "sgd", "s3fifo").host

@@ -18,6 +18,7 @@ from torchrec import optim as trec_optim
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.types import DataType
 
+from collection_cases import TIERS, bag_tables, bags
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagConfig,
@@ -41,18 +42,7 @@ from torchrec_embcache.exceptions import (
 )
 from torchrec_embcache.table_shard import TableShard
 
-TIERS = TierBudgets(host_bytes="4MiB")
 FIELDS: dict[str, Any] = {"name": "t", "embedding_dim": 4, "num_embeddings": 10, "feature_names": ["f"]}
-
-
-def bag_tables() -> list[EmbeddingBagConfig]:
-    """Two tables of different widths that share a feature."""
-    return [
-        EmbeddingBagConfig(name="t1", embedding_dim=6, num_embeddings=20, feature_names=["a", "b"]),
-        EmbeddingBagConfig(
-            name="t2", embedding_dim=4, num_embeddings=30, feature_names=["b", "c"], pooling=PoolingType.MEAN
-        ),
-    ]
 
 
 def features(weighted: bool = False, seed: int = 0) -> Kjt:
@@ -62,10 +52,6 @@ def features(weighted: bool = False, seed: int = 0) -> Kjt:
     values = torch.randint(0, 20, (int(lengths.sum()),), generator=generator)
     weights = torch.rand(len(values), generator=generator) if weighted else None
     return Kjt(["c", "unread", "a", "b"], values, weights=weights, lengths=lengths.view(-1))
-
-
-def bags(tables: list[Any] | None = None, **settings: Any) -> EmbCacheEmbeddingBagCollection:
-    return EmbCacheEmbeddingBagCollection(bag_tables() if tables is None else tables, **{"tiers": TIERS, **settings})
 
 
 def rows(module: Any) -> dict[tuple[str, int], list[float]]:

@@ -15,6 +15,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from processes import World
 from tables import make_bag, step
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
@@ -31,7 +32,6 @@ from torchrec_embcache.serialize import BlockSaver
 from torchrec_embcache.state_dicts import TableState
 from torchrec_models import ROW_WISE, TABLE_WISE, Model, batches, sharded
 from torchrec_models import train as train_sharded
-from world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:state_dict:torchrec_embcache.EmbCacheWarning")
 ROWS_ARE_MISSING = (

@@ -12,8 +12,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec import KeyedJaggedTensor as Kjt
 
+from collection_cases import TIERS, bag_tables
 from tables import ssd_tiers
-from test_modules import TIERS, bag_tables
 from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingBag,

@@ -20,6 +20,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
+from processes import World
 from tables import make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, Histogram, TableStats, TierBudgets, admission, eviction, optimizers
 from torchrec_embcache.exceptions import ConfigError, InputError, StorageError
@@ -35,7 +36,6 @@ from torchrec_embcache.monitoring import (
 from torchrec_embcache.monitoring.jsonl import sample_from_line
 from torchrec_embcache.monitoring.prometheus import BOUNDS_NS
 from torchrec_embcache.monitoring.sampling import flatten_stats
-from world import World
 
 BY_PATH = {metric.path: metric for metric in METRICS}
 

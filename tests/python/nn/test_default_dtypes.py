@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from project_paths import ROOT
 from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingBag,
@@ -26,7 +27,7 @@ from torchrec_embcache import (
 from torchrec_models import MIXED, ROW_WISE, TABLE_WISE, Model, rows_of, sharded
 
 CPU = torch.device("cpu")
-PACKAGE = Path(__file__).resolve().parents[2] / "python" / "torchrec_embcache"
+PACKAGE = ROOT / "python" / "torchrec_embcache"
 DEFAULTS = [(torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")]
 
 

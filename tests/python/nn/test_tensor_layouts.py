@@ -21,7 +21,7 @@ from torchrec import (
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tensor_forms import Shape, array_shaper, placer, plain, shaper
+from tensor_layouts import Shape, array_shaper, placer, plain, shaper
 from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingBag,

@@ -13,6 +13,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.fx import symbolic_trace
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from processes import process_group
 from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingBag,
@@ -23,7 +24,6 @@ from torchrec_embcache import (
 )
 from torchrec_embcache.exceptions import UnsupportedError
 from torchrec_embcache.sharded import EmbCacheEmbeddingBagCollectionSharder
-from world import process_group
 
 TIERS = TierBudgets(host_bytes="1MiB")
 IDS = torch.tensor([[1, 2], [3, 4]])

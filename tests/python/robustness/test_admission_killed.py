@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from admission_cases import Counted, batch, counting, train
+from admission_rank_cases import COUNTING, made, state
+from admission_rank_cases import train as train_ranks
+from lifecycle_cases import update
+from processes import Child, World, process_group
 from tables import Contents, ssd_tiers
-from test_admission import update
-from test_admission_ranks import COUNTING, made, state
-from test_admission_ranks import train as train_ranks
 from torchrec_embcache import TierBudgets, cache_modules, flush
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.saver import Saver, SaveReport
 from torchrec_models import MIXED, ROW_WISE, Rows, Settings, assert_same_rows, together
-from world import Child, World, process_group
 
 STEPS, STEPS_OF_RANKS = 100, 40
 KILLS = int(os.environ.get("EMBCACHE_PYTHON_KILLS", "2"))

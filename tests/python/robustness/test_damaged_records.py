@@ -1,8 +1,7 @@
 """Records on SSD that are not those that were written: every way to read them reports it."""
 
 import os
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ssd_records import ID_AT, place_of, records
 from tables import make_bag, ssd_tiers, step
 from torchrec_embcache import EmbCacheEmbeddingBag, _native
 from torchrec_embcache.cli import main
@@ -19,29 +19,6 @@ from torchrec_embcache.dcp import EmbCacheStorageWriter
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Saver as BlockSaver
-
-# The trailer is the last 72 bytes of a segment. It has the number of records at byte 8.
-TRAILER_BYTES = 72
-# Where in a record the id is.
-ID_AT = 4
-
-
-def records(path: Path) -> Iterator[tuple[int, int, int]]:
-    """The position, the length and the id of each record of a row in a segment."""
-    data = path.read_bytes()
-    header, content, length = struct.unpack_from("<I", data, 8)[0], data[12], struct.unpack_from("<I", data, 16)[0]
-    count = struct.unpack_from("<I", data, len(data) - TRAILER_BYTES + 8)[0] & 0xFFFFFF
-    for at in range(header, header + count * length, length) if content == 1 else ():
-        yield at, length, struct.unpack_from("<q", data, at + ID_AT)[0]
-
-
-def place_of(root: Path, row: int) -> tuple[Path, int, int]:
-    """The file, the position and the length of the record of a row that was written once."""
-    found = [
-        (path, at, length) for path in sorted(root.rglob("*.seg")) for at, length, id_ in records(path) if id_ == row
-    ]
-    assert len(found) == 1
-    return found[0]
 
 
 def crc32c(data: bytes) -> int:

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_cases import Model, held, load, rows, save
+from processes import Child, process_group
 from torchrec_embcache import EmbCacheStorageWriter
-from world import Child, process_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import KeyedJaggedTensor
 
-from test_interrupted_saves import PACKAGE, Lines, is_interrupt, points, result, stopped
+from interrupts import PACKAGE, Lines, is_interrupt, points, result, stopped
+from processes import Child, World, process_group
 from torchrec_embcache import (
     EmbCacheEmbeddingCollection,
     EmbCacheEmbeddingConfig,
@@ -26,7 +27,6 @@ from torchrec_embcache import (
 from torchrec_embcache.eviction import Keep, Policy, Rule, Share, Ttl
 from torchrec_embcache.saver import Saver
 from torchrec_models import ROW_WISE, sharded
-from world import Child, World, process_group
 
 BEGIN = 1_700_000_030
 # One table of each kind of rule that ranks agree on. Each takes some of the 60 ids of these steps and leaves some.

@@ -4,73 +4,27 @@ The interrupt is raised at one line of the package after the other, by the traci
 notebook keeps it. With `EMBCACHE_EVERY_LINE=1` every line is tried, else a part of them.
 """
 
-import gc
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-import torchrec_embcache
-from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
+from interrupts import BATCHES, PACKAGE, SAVES, SECONDS, Lines, Operation, dense, is_interrupt, points, result, stopped
+from processes import Child
+from tables import Contents, make_bag, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets
 from torchrec_embcache.blocks.helpers import BoundedExecutor
 from torchrec_embcache.cache import shard_of
-from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.exceptions import EmbCacheError, StateError
+from torchrec_embcache.dcp import EmbCacheStorageReader
+from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Loader
-from torchrec_embcache.serialize import Saver as BlockSaver
-from world import Child
-
-PACKAGE = os.path.dirname(torchrec_embcache.__file__)
-BATCHES = random_batches(6, bags=8, ids=60, seed=9)
-SECONDS = 600.0
-
-
-class Lines:
-    """Count the lines of the package that this thread runs in a block, and raise `KeyboardInterrupt` at the line of a given
-    number. `within`: only the lines of this file or folder count.
-    """
-
-    def __init__(self, stop_at: int | None, within: str = PACKAGE) -> None:
-        self.count, self.stopped_at = 0, ""
-        self._stop_at, self._within = stop_at, within
-
-    def __enter__(self) -> Self:
-        # The tables of earlier operations are not collected meanwhile: the lines of their finalizers belong to none.
-        gc.disable()
-        self._before = sys.gettrace()
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        sys.settrace(self._before)
-        gc.enable()
-
-    def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
-        del event, arg
-        return self._line if frame.f_code.co_filename.startswith(self._within) else None
-
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        del arg
-        if event == "line":
-            if self.count == self._stop_at:
-                sys.settrace(None)
-                self.stopped_at = (
-                    f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
-                )
-                raise KeyboardInterrupt
-            self.count += 1
-        return self._line
 
 
 def some_slots(info: Any) -> Any:
@@ -78,30 +32,6 @@ def some_slots(info: Any) -> Any:
     return {to: {name: ["id", "embedding"] for name in sources} for to, sources in info.items()}
 
 
-def dense() -> dict[str, torch.Tensor]:
-    return {"x": torch.ones(3)}
-
-
-Operation = Callable[[EmbCacheEmbeddingBag, str], object]
-
-
-def chain_merged(bag: EmbCacheEmbeddingBag, path: str) -> None:
-    Saver(0).save(bag, path, incremental=True)
-    Saver(0).compact(path)
-
-
-SAVES: dict[str, Operation] = {
-    "save": lambda bag, path: Saver(0).save(bag, path),
-    "delta": lambda bag, path: Saver(0).save(bag, path, incremental=True),
-    "linked": lambda bag, path: Saver(0).save(bag, path, linked=True),
-    "async": lambda bag, path: Saver(0).save_async(bag, path).result(SECONDS),
-    "compact": chain_merged,
-    "blocks": lambda bag, path: BlockSaver(0, 1, 2, path, {"item": bag}).save(),
-    "dcp": lambda bag, path: dcp.save(dense(), storage_writer=EmbCacheStorageWriter(path, bag), no_dist=True),
-    "dcp async": lambda bag, path: dcp.async_save(
-        dense(), storage_writer=EmbCacheStorageWriter(path, bag), no_dist=True
-    ).result(),
-}
 LOADS: dict[str, tuple[Operation, Operation]] = {
     "load": (SAVES["save"], lambda bag, path: Saver(0).load(bag, path)),
     "load linked": (SAVES["linked"], lambda bag, path: Saver(0).load(bag, path)),
@@ -121,29 +51,6 @@ def tiers_of(name: str, folder: Path) -> TierBudgets:
     if "linked" in name or name == "close":
         return ssd_tiers(folder / "ssd", ssd_bytes="16MiB", reopen="resume" if (folder / "ssd").exists() else None)
     return TierBudgets(host_bytes="1MiB", device_bytes="16KiB" if name in ("load", "async", "some slots") else 0)
-
-
-def points(lines: int, turn: int) -> range:
-    """The lines to try: all, or some 25 of them that begin at another line for each operation."""
-    if os.environ.get("EMBCACHE_EVERY_LINE"):
-        return range(lines)
-    apart = max(lines // 25, 1)
-    return range(turn % apart, lines, apart)
-
-
-def stopped(work: Callable[[], object], stop_at: int, within: str = PACKAGE) -> tuple[Lines, BaseException | None]:
-    """Do `work` with an interrupt at a line. Returns the error, kept with all that it holds."""
-    with Lines(stop_at, within) as lines:
-        try:
-            work()
-        except BaseException as error:
-            return lines, error
-    return lines, None
-
-
-def is_interrupt(error: BaseException | None) -> bool:
-    """Whether the interrupt came through, by itself or in what DCP makes of errors, or was caught after the work was done."""
-    return error is None or isinstance(error, KeyboardInterrupt | EmbCacheError) or "KeyboardInterrupt" in repr(error)
 
 
 def goes_on(bag: EmbCacheEmbeddingBag, folder: Path, turn: int) -> None:
@@ -293,14 +200,6 @@ def interrupt_closing(say: Callable[[Any], None], base: str) -> None:
         except BaseException as wrong:
             raise AssertionError(f"after an interrupt at {at.stopped_at}, line {stop_at} of {lines.count}") from wrong
     say(lines.count)
-
-
-def result(child: Child) -> Any:
-    """The last line of output of a process that ended well."""
-    while (said := child.hear()) is None:
-        pass
-    assert child.ended() == ([], 0)
-    return said
 
 
 @pytest.mark.parametrize("name", SAVES)

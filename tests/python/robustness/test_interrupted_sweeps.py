@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from interrupts import BATCHES, SAVES, Lines, Operation, is_interrupt, points, result, stopped
+from processes import Child
 from tables import Contents, make_bag, ssd_tiers, step, train
-from test_interrupted_saves import BATCHES, SAVES, Lines, Operation, is_interrupt, points, result, stopped
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, evict
 from torchrec_embcache.eviction import All, Policy, Score, Ttl
 from torchrec_embcache.saver import Saver
-from world import Child
 
 # Of the 60 ids of these batches some are taken by either rule.
 RULES = [Ttl(steps=3), All([Ttl(steps=1), Score(below=1.5)])]

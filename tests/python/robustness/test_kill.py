@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from processes import Child
 from tables import Contents, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, initializers, optimizers
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.saver import Saver
-from world import Child
 
 BATCHES = random_batches(60, 40, 3000, seed=5)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit", "ignore:table .* has no room for both")
@@ -42,7 +42,9 @@ def train_until_killed(say, root):
 
 def load_shard(rank, size, root):
     """The rows of a rank's shard of the checkpoint, and the checkpoint's step."""
-    from test_saver_ranks import CacheModule, nn
+    from torch import nn
+
+    from torchrec_embcache.whole_model import CacheModule
 
     table = CacheTable(
         name="item",

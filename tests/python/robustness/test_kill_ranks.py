@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
+from processes import Child, process_group
 from torchrec_embcache import TierBudgets, cache_modules, flush
 from torchrec_embcache.cache import shard_of
 from torchrec_models import MIXED, Model, Rows, Settings, batches, rows_of, sharded
-from world import Child, process_group
 
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
 STEPS = 40

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from processes import Child, World, process_group
 from tables import OPTIMIZERS, Contents, make_bag, random_batches, ssd_tiers, train
-from test_saver_torchrec import FEATURES, contents, make, merged
 from torchrec_embcache import TierBudgets
 from torchrec_embcache.saver import Saver
-from world import Child, World, process_group
+from torchrec_saver_cases import FEATURES, contents, make, merged
 
 K = 12
 BATCHES = random_batches(2 * K, 6, 160, seed=8)

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tables import Contents, make_bag, random_batches, train
-from test_path_attacks import (
+from path_cases import (
     DOORS,
     Door,
     Place,
@@ -31,6 +30,7 @@ from test_path_attacks import (
     swapping,
     trained,
 )
+from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import EmbCacheError, _native
 from torchrec_embcache.cli import checkpoints, main
 from torchrec_embcache.cli.convert import ConvertSettings, convert

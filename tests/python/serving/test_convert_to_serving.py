@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTable
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lives import embedding, update
+from lifecycle_cases import embedding, update
 from torchrec_embcache import _native, admission, optimizers
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint

@@ -18,14 +18,14 @@ from torchrec import (
     PoolingType,
 )
 
-from lives import embedding
+from lifecycle_cases import embedding
+from processes import process_group
 from tables import make_bag
 from torchrec_embcache import Saver, cache_modules, serving
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError, UnsupportedError
 from torchrec_embcache.monitoring import ServingCollector
 from torchrec_embcache.serving.served import ServingModule
 from torchrec_models import IDS, Model, Settings, batches, sharded
-from world import process_group
 
 ROWS = 60
 

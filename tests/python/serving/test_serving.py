@@ -11,7 +11,8 @@ import pytest
 import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lives import embedding, update
+from lifecycle_cases import embedding, update
+from processes import World, process_group
 from serving_cases import LATEST, Rows, contents, publish, served, threads, two_saves, until, value_of
 from tables import EXTREME_IDS
 from torchrec_embcache import Saver, admission, cache_modules, serving
@@ -26,7 +27,6 @@ from torchrec_embcache.exceptions import (
 from torchrec_models import IDS, MIXED, Model, Settings, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
-from world import World, process_group
 
 WIDTHS = {"ta": 16, "tb": 8, "tc": 4}
 ASKED = sorted({*IDS, *EXTREME_IDS, 1, 2, 3, 99, 160, -(2**40)})

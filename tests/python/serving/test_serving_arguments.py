@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lives import embedding
+from lifecycle_cases import embedding
 from serving_cases import command, publish, two_saves, value_of
 from torchrec_embcache import Saver, _native, serving
 from torchrec_embcache.exceptions import (

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
-from lives import embedding
+from lifecycle_cases import embedding
+from project_paths import ROOT
 from torchrec_embcache import Saver, serving
 from torchrec_embcache.exceptions import MismatchError, StateError, UnsupportedError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving-models.md"
+PAGE = ROOT / "docs" / "serving-models.md"
 ROWS, DIM = 100, 4
 ARGUMENTS = torch.tensor([7, 8, 9]), torch.tensor([2, 1])
 OTHERS = torch.tensor([7, 8, 9, 10, 99]), torch.tensor([0, 2, 3])  # another number of ids and of samples

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lives import HALF_LIFE, come_again, embedding, ids_of, update
+from lifecycle_cases import HALF_LIFE, come_again, embedding, ids_of, update
+from processes import World
+from project_paths import SUPPORT
 from serving_cases import PRECISIONS, contents, convert, publish, served, two_saves, until, value_of
 from torchrec_embcache import Saver, serving
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError
 from torchrec_models import IDS, MIXED, TABLES, Model, Settings, batches, rows_of, sharded, together
 from torchrec_models import train as train_model
-from world import World
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ print(os.waitstatus_to_exitcode(status))
 
 
 def test_forked_child_answers_as_its_parent_and_reopens_source(ckpt: Path) -> None:
-    script = FORKED.format(tests=str(Path(__file__).parent), ckpt=str(ckpt), target=str(ckpt.parent / "served"))
+    script = FORKED.format(tests=str(SUPPORT), ckpt=str(ckpt), target=str(ckpt.parent / "served"))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, timeout=600
     )

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lives import embedding
+from lifecycle_cases import embedding
+from project_paths import SUPPORT
 from serving_cases import LATEST, command, contents, publish, served, two_saves, value_of
 from tables import ssd_tiers
 from torchrec_embcache import Saver, serving
@@ -264,7 +265,7 @@ print(os.waitstatus_to_exitcode(status))
 
 
 def test_a_forked_child_serves_and_follows_too(ckpt: Path) -> None:
-    script = FORKED.format(tests=str(Path(__file__).parent), ckpt=str(ckpt))
+    script = FORKED.format(tests=str(SUPPORT), ckpt=str(ckpt))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, timeout=600
     )

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from lives import embedding, update
+from lifecycle_cases import embedding, update
 from serving_cases import LATEST, contents, publish, served, two_saves, until, value_of
 from torchrec_embcache import Saver, _native, serving
 from torchrec_embcache.admission import NotAdmitted

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from lives import embedding
+from lifecycle_cases import embedding
 from serving_cases import LATEST, publish, served, threads, two_saves, until, value_of
 from torchrec_embcache import Saver, TierBudgets, serving
 from torchrec_embcache.exceptions import StateError

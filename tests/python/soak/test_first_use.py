@@ -24,7 +24,8 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from test_cli import run
+from cli_cases import run
+from project_paths import ROOT
 from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingBag,
@@ -47,7 +48,6 @@ from torchrec_embcache.exceptions import (
     UnsupportedError,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 RAM = TierBudgets(host_bytes="1MiB")
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from lives import HALF_LIFE, budgets
+from lifecycle_cases import HALF_LIFE, budgets
 from long_run import DIM, INITIAL, LEARNING_RATE, THRESHOLD, Table, features_of, rows_of
+from processes import World
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagConfig,
@@ -30,7 +31,6 @@ from torchrec_embcache.cli import main
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.saver import Saver, SaveReport
 from torchrec_models import CPU, Batch, sharded
-from world import World
 
 TABLES, SAMPLES, WORLDS = ("old", "seldom"), 12, (1, 2, 3, 4)
 POLICIES = [

@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from project_paths import ROOT
 from torchrec_embcache import Saver, serving
 
-BENCHES = Path(__file__).resolve().parents[2] / "benches" / "python"
+BENCHES = ROOT / "benches" / "python"
 
 
 @pytest.fixture

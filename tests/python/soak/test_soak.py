@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from processes import Child
 from soak import IDS, Rows, apply, copied, difference, no_rows, operations, same, soak
-from world import Child
 
 ROUNDS = 3 * int(os.environ.get("EMBCACHE_STRESS", "1"))
 # FS_IOC_SHUTDOWN of Linux, and its argument by which nothing more is written.

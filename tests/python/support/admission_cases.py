@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from test_admission import embedding, ids_of, update
-from torchrec_embcache import EmbCacheEmbedding, admission
+from lifecycle_cases import (
+    DIM,
+    embedding,
+    ids_of,
+    update,
+)
+from torchrec_embcache import (
+    EmbCacheEmbedding,
+    admission,
+)
 
 THRESHOLD = 5
 
@@ -72,3 +80,36 @@ def counts_of(table: EmbCacheEmbedding, ids: Iterable[int]) -> Counter[int]:
         before = now
     assert before >= set(waiting.tolist())
     return found
+
+
+class Expected:
+    """A table that admits every id and is given those alone that a dict of counts admits."""
+
+    def __init__(self, threshold: int, **settings: Any) -> None:
+        self.table = embedding(**settings)
+        self.threshold = threshold
+        self.counts: Counter[int] = Counter()
+        self.rows: set[int] = set()
+
+    def read(self, ids: list[int], gets_row: Any) -> torch.Tensor:
+        """[n, D]: rows of the ids for which `gets_row`, and zeros for the others."""
+        kept = [place for place, each in enumerate(ids) if gets_row(each)]
+        out = torch.zeros(len(ids), DIM)
+        if kept:
+            rows = self.table(torch.tensor([ids[place] for place in kept]))
+            out = out.index_put((torch.tensor(kept),), rows)
+        else:  # a step all the same
+            out = out + self.table(torch.empty(0, dtype=torch.int64)).sum()
+        return out
+
+    def train(self, ids: list[int]) -> torch.Tensor:
+        here = Counter(ids)
+        out = self.read(ids, lambda each: each in self.rows or self.counts[each] + here[each] >= self.threshold)
+        update(out)
+        for each, occurrences in here.items():
+            if each in self.rows or self.counts[each] + occurrences >= self.threshold:
+                self.rows.add(each)
+                del self.counts[each]
+            else:
+                self.counts[each] += occurrences
+        return out.detach()

@@ -42,10 +42,10 @@ import torchrec.distributed
 import yaml
 
 import torchrec_embcache
+from project_paths import ROOT
 from torchrec_embcache import EmbCacheWarning
 from torchrec_embcache.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

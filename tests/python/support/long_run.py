@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
-from lives import decayed, taken
+from lifecycle_cases import decayed, taken
 from tables import ssd_tiers
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,

@@ -53,7 +53,7 @@ def processes() -> Any:
 
 
 def _load(file: str) -> Any:
-    name = Path(file).stem
+    name = Path(file).stem  # no two test files have the same name
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lives import embedding
+from lifecycle_cases import embedding
 from torchrec_embcache import EmbCacheEmbedding, Saver, serving
 from torchrec_embcache.cli import main
 

@@ -12,7 +12,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from project_paths import ROOT
+
 MAX_BYTES = 5_000_000
 #: Sources of the Rust core, its binding and the Python package.
 SOURCES = (

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from processes import Child
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import (
     CacheTable,
@@ -35,7 +36,6 @@ from torchrec_embcache.exceptions import (
     StateError,
     StorageError,
 )
-from world import Child
 
 BATCHES = random_batches(12, 5, 150, seed=2)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from processes import Child
 from tables import make_bag, ssd_tiers, step
 from torchrec_embcache import close_all, flush, lifetime
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import InUseError
-from world import Child
 
 
 def model_in(root: Path) -> nn.ModuleDict:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from processes import Child, World
 from serving_cases import until
 from tables import AMPLE, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import (
@@ -30,7 +31,6 @@ from torchrec_embcache.exceptions import CapacityError, EmbCacheWarning
 from torchrec_embcache.flushing import flush_tables
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.whole_model import CacheModule
-from world import Child, World
 
 BATCHES = random_batches(12, 6, 60, seed=5)
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from processes import World, process_group
 from tables import Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, cache_modules, flush, lifetime, optimizers
 from torchrec_embcache.cache import shard_of
@@ -27,7 +28,6 @@ from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig
 from torchrec_models import MIXED, Model, Settings, batches, rows_of, sharded
 from torchrec_models import train as train_model
-from world import World, process_group
 
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
 BATCHES = random_batches(12, 6, 60, seed=5)

@@ -1,7 +1,6 @@
 """The bucket of an id: the core and torch have one rule, which golden values pin."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,14 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from processes import World
+from project_paths import FIXTURES
 from tables import EXTREME_IDS, bucket_of
 from torchrec_embcache import CacheTable, TierBudgets, buckets, initializers, optimizers
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.sharded.sharding import BucketFeaturesDist
-from world import World
-
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 
 def many_ids() -> torch.Tensor:

@@ -5,20 +5,18 @@ import os
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
 from packaging.requirements import Requirement
 
 import torchrec_embcache
+from project_paths import ROOT
 from tables import AMPLE, make_bag, step
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheEmbeddingBag, TierBudgets, optimizers
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, StateError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC_WITHOUT_TORCHREC = {
     "AdmissionStats",

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from processes import Child, World
+from saver_cases import OPTIMIZERS, loaded, make_bag, root, rows, tiers, train
+from saver_rank_cases import IDS, Shards, weights_of
 from tables import bucket_of
-from test_saver import OPTIMIZERS, make_bag, root, rows, train
-from test_saver_delta import loaded, tiers
-from test_saver_ranks import IDS, Shards, weights_of
 from torchrec_embcache import _native, beside, optimizers, under_way
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, PathError, StateError, StorageError
@@ -30,7 +30,6 @@ from torchrec_embcache.paths import open_to_save
 from torchrec_embcache.saver import Progress, Saver, SaveReport
 from torchrec_embcache.sessions.moment import TableSnapshots
 from torchrec_embcache.sessions.ranks import SingleRank
-from world import Child, World
 
 __all__ = ["root"]  # the fixture
 

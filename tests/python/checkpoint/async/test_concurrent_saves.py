@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from processes import Child
+from saver_cases import root
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
-from test_saver import root
 from torchrec_embcache import _native, optimizers
 from torchrec_embcache.blocks import writer
 from torchrec_embcache.cache import shard_of
@@ -20,7 +21,6 @@ from torchrec_embcache.exceptions import CorruptionError, PathError, StateError
 from torchrec_embcache.saver import Progress, Saver
 from torchrec_embcache.serialize import Loader
 from torchrec_embcache.serialize import Saver as BlockSaver
-from world import Child
 
 __all__ = ["root"]  # the fixture
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_cases import IDS, Model, blank, dense_state, held, load, rows, same, save, stageable, weights_of
+from processes import Child, process_group
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.cli.checkpoints import verify
@@ -28,7 +29,6 @@ from torchrec_embcache.exceptions import (
 )
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.sessions.save import SaveSession
-from world import Child, process_group
 
 # DCP gives this warning whenever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

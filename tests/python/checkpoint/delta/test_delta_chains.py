@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from saver_cases import make_bag, root, rows
 from tables import ssd_tiers
-from test_saver import make_bag, root, rows
 from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction, saver
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, StateError

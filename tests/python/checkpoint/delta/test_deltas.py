@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from processes import World
+from saver_cases import OPTIMIZERS, loaded, make_bag, root, rows, tiers, train
+from saver_rank_cases import IDS, Shards, weights_of
 from tables import bucket_of
-from test_saver import OPTIMIZERS, make_bag, root, rows, train
-from test_saver_ranks import IDS, Shards, weights_of
 from torchrec_embcache import TierBudgets, _native, initializers, optimizers
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import (
@@ -23,25 +24,8 @@ from torchrec_embcache.exceptions import (
     StateError,
 )
 from torchrec_embcache.saver import LoadReport, Progress, Saver
-from world import World
 
 __all__ = ["root"]  # the fixture
-
-
-def tiers(kind: str, path: Path) -> TierBudgets:
-    (path / "ssd").mkdir(mode=0o750, exist_ok=True)
-    ssd: dict[str, Any] = {"ssd_bytes": "4MiB", "ssd_dir": str(path / "ssd"), "reopen": "resume"}
-    return {
-        "ram": TierBudgets(host_bytes="1MiB"),
-        "ssd": TierBudgets(host_bytes=3000, **ssd),
-        "device": TierBudgets(device_bytes=2000, host_bytes=3000, **ssd),
-    }[kind]
-
-
-def loaded(root: Path, **changes: Any) -> dict[int, tuple[Any, ...]]:
-    bag = make_bag(**changes)
-    Saver(0).load(bag, root)
-    return rows(bag)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)

@@ -14,15 +14,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from test_cli import run
-from test_saver import OPTIMIZERS, data_files, make_bag, root, rows, train
-from test_saver_delta import loaded, tiers
-from test_saver_ranks import IDS, Shards
+from cli_cases import run
+from processes import World
+from saver_cases import OPTIMIZERS, data_files, loaded, make_bag, root, rows, tiers, train
+from saver_rank_cases import IDS, Shards
 from torchrec_embcache import EmbCacheStorageReader, TierBudgets, optimizers, serialize
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
 from torchrec_embcache.saver import Saver
-from world import World
 
 __all__ = ["root"]  # the fixture
 

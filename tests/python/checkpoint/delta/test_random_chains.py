@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from processes import World
 from tables import bucket_of, ssd_tiers
 from torchrec_embcache import (
     CacheTable,
@@ -25,7 +26,6 @@ from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import CapacityError
 from torchrec_embcache.reports import SaveReport
 from torchrec_embcache.whole_model import CacheModule
-from world import World
 
 # Of each id its weight, as a number that floats hold exactly, and the step that trained it last.
 Rows = dict[int, tuple[float, int]]

@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 
 from fixture_files import CHAIN_IDS, DIM, TIER_ROWS, WAITING_IDS, chained, tier, train
+from project_paths import FIXTURES
 from torchrec_embcache import EmbCacheEmbedding, serving
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Loader
 
-FIXTURES = Path(__file__).parent.parent / "fixtures" / "v1"
-
 
 def copy_of(name: str, tmp_path: Path) -> Path:
     """A copy of a fixture, with the permissions of this package's directories."""
     root = tmp_path / name
-    shutil.copytree(FIXTURES / name, root)
+    shutil.copytree(FIXTURES / "v1" / name, root)
     for path in [root, *root.rglob("*")]:
         path.chmod(0o700 if path.is_dir() else 0o600)
     return root
@@ -119,7 +118,7 @@ def test_blocks_are_loaded(tmp_path: Path) -> None:
 
 
 def test_a_manifest_says_format_1_and_names_the_row_of_ids_without_one() -> None:
-    opened = OpenCheckpoint.open(str(FIXTURES / "checkpoints" / "one_rank"))
+    opened = OpenCheckpoint.open(str(FIXTURES / "v1" / "checkpoints" / "one_rank"))
     (table,) = opened.tables
     assert (opened.manifest["version"], opened.manifest["kind"], len(opened.chain)) == (1, "delta", 2)
     assert table["missing_read"] == "oov_row"

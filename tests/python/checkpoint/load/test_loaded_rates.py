@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from test_saver import make_bag, root, rows
+from saver_cases import make_bag, root, rows
 from torchrec_embcache import EmbCacheEmbeddingBag, Saver, initializers, optimizers
 from torchrec_embcache.exceptions import ConfigError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lives import DIM, DOORS, TIERS, embedding, load_by, save_by, update
-from test_lifecycle_doors import begin, finish, path, save
+from lifecycle_cases import DIM, DOORS, TIERS, embedding, load_by, save_by, update
+from lifecycle_resume_cases import begin, finish, path, save
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagConfig,

@@ -13,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from processes import World
+from serialize_cases import BATCHES, path, saved_folder, trained
 from tables import Contents, bucket_of, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import (
     EmbCacheStorageReader,
@@ -37,7 +39,8 @@ from torchrec_embcache.exceptions import (
 )
 from torchrec_embcache.serialize import Loader, LoadInfo, Saver, WriteBlock
 from torchrec_embcache.whole_model import CacheModule
-from world import World
+
+__all__ = ["path"]  # fixtures
 
 OPTIMIZERS = [
     optimizers.SGD(lr=0.1),
@@ -48,13 +51,6 @@ OPTIMIZERS = [
     optimizers.FTRL(lr=0.1),
     optimizers.LAMB(lr=0.1),
 ]
-BATCHES = random_batches(6, bags=8, ids=90, seed=3)
-
-
-def trained(**settings: Any) -> Any:
-    bag = make_bag(**settings)
-    train(bag, BATCHES)
-    return bag
 
 
 def rank_shard(rank: int, world: int, **settings: Any) -> CacheTable:
@@ -77,15 +73,6 @@ def rows_of(*tables: CacheTable) -> dict[int, tuple[bytes, ...]]:
                 assert row_id not in found
                 found[row_id] = tuple(column[n].tobytes() for column in columns)
     return found
-
-
-def saved_folder(path: Path) -> Path:
-    return path / (path / "LATEST.blocks").read_text().split()[0]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "blocks"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)

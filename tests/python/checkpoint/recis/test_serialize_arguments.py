@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from serialize_cases import saved_folder, trained
 from tables import make_bag
-from test_serialize import saved_folder, trained
 from torchrec_embcache import optimizers
 from torchrec_embcache.exceptions import InputError, MismatchError
 from torchrec_embcache.serialize import Loader, LoadInfo, Saver, split_sparse_dense_state_dict

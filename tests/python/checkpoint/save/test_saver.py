@@ -13,14 +13,13 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from saver_cases import IN_RAM, OPTIMIZERS, data_files, make_bag, root, rows, train
 from tables import bucket_of
 from torchrec_embcache import (
     EmbCacheEmbedding,
-    EmbCacheEmbeddingBag,
     TierBudgets,
     _native,
     cache_modules,
-    initializers,
     optimizers,
 )
 from torchrec_embcache.cache import shard_of
@@ -34,63 +33,7 @@ from torchrec_embcache.exceptions import (
 )
 from torchrec_embcache.saver import Saver
 
-OPTIMIZERS = [
-    optimizers.SGD(lr=0.5),
-    optimizers.Adagrad(lr=0.1),
-    optimizers.RowWiseAdagrad(lr=0.1),
-    optimizers.Adam(lr=0.1),
-    optimizers.AdamW(lr=0.1),
-    optimizers.PartialRowWiseAdam(lr=0.1),
-    optimizers.FTRL(lr=0.1),
-    optimizers.LAMB(lr=0.1),
-]
-IN_RAM = TierBudgets(host_bytes="1MiB")
-
-
-def make_bag(name: str = "item", **changes: Any) -> EmbCacheEmbeddingBag:
-    arguments: dict[str, Any] = {
-        "name": name,
-        "embedding_dim": 4,
-        "mode": "sum",
-        "tiers": IN_RAM,
-        "initializer": initializers.Uniform(-1, 1),
-        "optimizer": optimizers.RowWiseAdagrad(lr=0.1),
-        "seed": 7,
-    }
-    return EmbCacheEmbeddingBag(**(arguments | changes))
-
-
-def train(bag: EmbCacheEmbeddingBag, steps: int = 5, seed: int = 0, ids: int = 60) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        batch = torch.randint(-ids, ids, (8, 3), generator=generator)
-        (bag(batch) ** 2).sum().backward()
-
-
-def rows(module: Any) -> dict[int, tuple[Any, ...]]:
-    """Every row with all that belongs to it, as exact values."""
-    found: dict[int, tuple[Any, ...]] = {}
-    for table in module.tables.values():
-        for chunk in table.export():
-            meta = chunk.metadata
-            for n, row_id in enumerate(chunk.ids.tolist()):
-                assert row_id not in found
-                found[row_id] = (
-                    chunk.weights[n].numpy().tobytes(),
-                    *(values[n].numpy().tobytes() for _, values in sorted(chunk.slots.items())),
-                    *(int(column[n]) for column in (meta.count, meta.last_step, meta.modified_epoch)),
-                    float(meta.score[n]),
-                )
-    return found
-
-
-def data_files(root: Path) -> list[Path]:
-    return sorted(root.rglob("*.safetensors"))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "sparse"
+__all__ = ["root"]  # fixtures
 
 
 # ---- round trips

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from test_saver import OPTIMIZERS, make_bag, rows, train
-from test_saver_delta import tiers
+from saver_cases import OPTIMIZERS, make_bag, rows, tiers, train
 from torchrec_embcache import optimizers
 from torchrec_embcache.exceptions import MismatchError
 from torchrec_embcache.saver import Saver

@@ -2,7 +2,6 @@
 
 import copy
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,22 @@ import torch
 from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lives import DIM, DOORS, TIERS, Ahead, budgets, embedding, features, ids_of, load_by, random_ids, save_by, update
+from admission_cases import Expected
+from lifecycle_cases import (
+    DIM,
+    DOORS,
+    TIERS,
+    Ahead,
+    budgets,
+    embedding,
+    features,
+    ids_of,
+    load_by,
+    random_ids,
+    save_by,
+    update,
+)
+from processes import process_group
 from tables import Contents, ssd_tiers
 from torchrec_embcache import (
     EmbCacheEmbedding,
@@ -41,42 +55,8 @@ from torchrec_models import (
     together,
     train,
 )
-from world import process_group
 
 SHOW_CLICK = admission.ShowClick(alpha=0.25, beta=1.0, threshold=2.0)
-
-
-class Expected:
-    """A table that admits every id and is given those alone that a dict of counts admits."""
-
-    def __init__(self, threshold: int, **settings: Any) -> None:
-        self.table = embedding(**settings)
-        self.threshold = threshold
-        self.counts: Counter[int] = Counter()
-        self.rows: set[int] = set()
-
-    def read(self, ids: list[int], gets_row: Any) -> torch.Tensor:
-        """[n, D]: rows of the ids for which `gets_row`, and zeros for the others."""
-        kept = [place for place, each in enumerate(ids) if gets_row(each)]
-        out = torch.zeros(len(ids), DIM)
-        if kept:
-            rows = self.table(torch.tensor([ids[place] for place in kept]))
-            out = out.index_put((torch.tensor(kept),), rows)
-        else:  # a step all the same
-            out = out + self.table(torch.empty(0, dtype=torch.int64)).sum()
-        return out
-
-    def train(self, ids: list[int]) -> torch.Tensor:
-        here = Counter(ids)
-        out = self.read(ids, lambda each: each in self.rows or self.counts[each] + here[each] >= self.threshold)
-        update(out)
-        for each, occurrences in here.items():
-            if each in self.rows or self.counts[each] + occurrences >= self.threshold:
-                self.rows.add(each)
-                del self.counts[each]
-            else:
-                self.counts[each] += occurrences
-        return out.detach()
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 5])

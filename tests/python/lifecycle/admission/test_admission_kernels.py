@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from admission_cases import Expected
+from lifecycle_cases import embedding, ids_of, random_ids, update
 from tables import jagged
-from test_admission import Expected, embedding, ids_of, random_ids, update
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, admission, optimizers
 
 DIM = 4

@@ -8,7 +8,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lives import DIM, TIERS, embedding, update
+from lifecycle_cases import DIM, TIERS, embedding, update
 from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingCollection,

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_cases
 from admission_cases import IDS, Counted, counting, counts_of, train
+from lifecycle_cases import ids_of, update
+from processes import Child, process_group
 from tables import Contents, ssd_tiers
-from test_admission import ids_of, update
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheStorageWriter, beside, megatron, optimizers
 from torchrec_embcache.cli import main
 from torchrec_embcache.saver import Saver
-from world import Child, process_group
 
 SECONDS = 600.0
 # The step of the save, and the last one.

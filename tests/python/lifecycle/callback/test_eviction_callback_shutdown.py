@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from lives import embedding, update
+from interrupts import Lines, interrupt_once, is_interrupt, stopped
+from lifecycle_cases import embedding, update
+from processes import Child
+from project_paths import SUPPORT
 from tables import ssd_tiers
-from test_interrupted_saves import Lines, is_interrupt, stopped
 from torchrec_embcache import EmbCacheEmbedding, EvictedRows, optimizers
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import EvictionHookError, StateError
 from torchrec_embcache.saver import Saver
-from world import Child
 
 # Long enough for any machine. It only keeps a hang from lasting for ever.
 MOST_S = 600
-HERE = Path(__file__).parent
 
 
 class Hook:
@@ -67,12 +67,6 @@ def waits_in_a_join(thread: threading.Thread) -> bool:
         names.append((os.path.basename(frame.f_code.co_filename), frame.f_code.co_name))
         frame = frame.f_back
     return ("threading.py", "join") in names and ("telling.py", "closing") in names
-
-
-def interrupt_once(_signal: int, _frame: object) -> None:
-    """A handler of SIGINT that lets only the first one count."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def interrupt_until(interrupted: threading.Event) -> None:
@@ -335,13 +329,13 @@ def test_ctrl_c_ends_the_wait_at_the_end_of_a_process():
         os.kill(os.getpid(), signal.SIGINT)
         waits.wait(0.1)"""
     script = (
-        "from test_told_ends import interrupt_once\n"
+        "from interrupts import interrupt_once\n"
         + AT_THE_END.format(body=body, ids=150_000)
         + "signal.signal(signal.SIGINT, interrupt_once)\n"
         + "table(torch.arange(10**6, 10**6 + 9)).sum().backward()\n"
     )
     run = [sys.executable, "-c", script]
-    done = subprocess.run(run, cwd=HERE, capture_output=True, text=True, check=False, timeout=MOST_S)
+    done = subprocess.run(run, cwd=SUPPORT, capture_output=True, text=True, check=False, timeout=MOST_S)
     assert done.stdout.splitlines() == ["in False"], done.stderr
     assert "evicted rows are lost that on_evict was not given" in done.stderr
 

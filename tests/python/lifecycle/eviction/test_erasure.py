@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lives import embedding
+from lifecycle_cases import embedding
 from tables import ssd_tiers
 from torchrec_embcache import Saver, admission
 from torchrec_embcache.exceptions import StateError

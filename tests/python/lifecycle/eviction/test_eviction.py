@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lives import (
+from lifecycle_cases import (
     DIM,
     HALF_LIFE,
     Ahead,

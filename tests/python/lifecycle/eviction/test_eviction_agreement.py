@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dcp_cases
-from test_admission_ranks import PIPELINES, drain, pipeline_of, pipelines_on_a_cpu
+from admission_rank_cases import PIPELINES, drain, pipeline_of, pipelines_on_a_cpu
+from processes import process_group
 from torchrec_embcache import _native, cache_modules, evict
 from torchrec_embcache.admission import Count, ShowClick
 from torchrec_embcache.agreement import SweepInputs, gather_single_rank
@@ -37,7 +38,6 @@ from torchrec_models import (
 )
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
-from world import process_group
 
 LAG = 3
 

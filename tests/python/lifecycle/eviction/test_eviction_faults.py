@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lives import HALF_LIFE, Expected, budgets, embedding, ids_of, update
+from lifecycle_cases import HALF_LIFE, Expected, budgets, embedding, ids_of, update
+from ssd_records import place_of
 from tables import Contents, ssd_tiers
-from test_damaged_records import place_of
 from torchrec_embcache import evict
 from torchrec_embcache.eviction import Policy, Score, Ttl
 from torchrec_embcache.exceptions import CorruptionError, ReadOnlyError, StorageError

@@ -9,6 +9,7 @@ import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dcp_cases
+from processes import World, process_group
 from torchrec_embcache import admission, cache_modules, evict, set_time
 from torchrec_embcache.eviction import Keep, Policy, Share, Ttl
 from torchrec_embcache.saver import Saver
@@ -24,7 +25,6 @@ from torchrec_models import (
     together,
     train,
 )
-from world import World, process_group
 
 BEGIN = 1_700_000_000
 BEFORE, STEPS = 4, 7

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lives import DIM, budgets, embedding, ids_of
+from lifecycle_cases import DIM, budgets, embedding, ids_of
 from torchrec_embcache import lifetime
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Share
 from torchrec_embcache.exceptions import ConfigError

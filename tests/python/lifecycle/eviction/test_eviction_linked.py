@@ -7,14 +7,14 @@ import pytest
 import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from test_cli import run
-from test_eviction_seconds import BEGIN, TTL, natives, times_of
+from cli_cases import run
+from processes import World, process_group
+from time_cases import BEGIN, TTL, natives, times_of
 from torchrec_embcache import TierBudgets, cache_modules
 from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import MismatchError
 from torchrec_embcache.saver import Saver
 from torchrec_models import ROW_WISE, Model, Settings, assert_same_rows, batches, rows_of, sharded, together
-from world import World, process_group
 
 SAVED, FLUSHED, END = 9, 12, 15
 

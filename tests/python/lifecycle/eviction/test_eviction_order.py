@@ -7,7 +7,8 @@ import pytest
 import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lives import DIM, HALF_LIFE, Expected, budgets, come_again, embedding, ids_of, load_by, save_by, update
+from lifecycle_cases import DIM, HALF_LIFE, Expected, budgets, come_again, embedding, ids_of, load_by, save_by, update
+from processes import process_group
 from tables import Contents
 from torchrec_embcache import RowMetadata, cache_modules, cuts, evict
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
@@ -16,7 +17,6 @@ from torchrec_embcache.saver import Saver
 from torchrec_models import MIXED, ROW_WISE, TABLE_WISE, Model, Settings, assert_same_rows, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
-from world import process_group
 
 
 def trained(table: Any, seed: int, count: int = 12) -> None:

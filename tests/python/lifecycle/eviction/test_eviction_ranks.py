@@ -6,7 +6,8 @@ import pytest
 import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lives import HALF_LIFE
+from lifecycle_cases import HALF_LIFE
+from processes import process_group
 from torchrec_embcache import (
     cache_modules,
     evict,
@@ -19,7 +20,6 @@ from torchrec_embcache.sessions import sweep
 from torchrec_models import MIXED, ROW_WISE, TABLE_WISE, Model, Settings, assert_same_rows, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
-from world import process_group
 
 SPREAD = Policy([Ttl(steps=3), L2Norm(below=0.02)], every_steps=2)
 

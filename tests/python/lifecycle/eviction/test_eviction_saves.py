@@ -13,7 +13,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dcp_cases
-from lives import DIM, DOORS, HALF_LIFE, Expected, budgets, come_again, embedding, ids_of, load_by, save_by, update
+from lifecycle_cases import (
+    DIM,
+    DOORS,
+    HALF_LIFE,
+    Expected,
+    budgets,
+    come_again,
+    embedding,
+    ids_of,
+    load_by,
+    save_by,
+    update,
+)
+from processes import process_group
 from tables import Contents, ssd_tiers
 from torchrec_embcache import (
     EmbCacheEmbedding,
@@ -28,7 +41,6 @@ from torchrec_embcache.eviction import L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import StorageError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.sessions import sweep
-from world import process_group
 
 AT_SAVES = Policy([Ttl(steps=4), L2Norm(below=0.4)])
 

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from lives import HALF_LIFE, Ahead, budgets, come_again, embedding, update
-from test_told import POLICIES, Told
+from callback_cases import POLICIES, Told
+from lifecycle_cases import HALF_LIFE, Ahead, budgets, come_again, embedding, update
 from torchrec_embcache import _native, optimizers
 from torchrec_embcache.eviction import Keep, Policy, Ttl
 from torchrec_embcache.saver import Saver

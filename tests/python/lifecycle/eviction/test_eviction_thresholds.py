@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lives import DIM, HALF_LIFE, budgets, decayed, embedding
+from lifecycle_cases import DIM, HALF_LIFE, budgets, decayed, embedding
 from torchrec_embcache import EmbCacheEmbedding, RowMetadata, cuts
 from torchrec_embcache.agreement import SweepInputs, gather_single_rank
 from torchrec_embcache.cache import shard_of

@@ -12,7 +12,8 @@ from torch import nn
 from torchrec import KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lives import DIM, DOORS, TIERS, Ahead, budgets, embedding, features, load_by, random_ids, save_by, update
+from lifecycle_cases import DIM, DOORS, TIERS, Ahead, budgets, embedding, features, load_by, random_ids, save_by, update
+from oov_cases import state_of
 from tables import OPTIMIZERS, Contents, jagged, make_bag, ssd_tiers
 from torchrec_embcache import (
     EmbCacheEmbedding,
@@ -37,11 +38,6 @@ STAND_IN = 2**50
 
 def bag(**settings: Any) -> EmbCacheEmbeddingBag:
     return make_bag(**{"name": "bag", "tiers": TIERS, "optimizer": optimizers.SGD(lr=0.1), **settings})
-
-
-def state_of(table: Any) -> bytes:
-    """Every bit of the shared row and its slots."""
-    return table.table._shard.native.oov_row().tobytes()
 
 
 def shared_row(table: Any) -> torch.Tensor:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dcp_cases
+from oov_cases import FUSED, assert_same_shared, made, shared_of
+from processes import process_group
 from torchrec_embcache import (
     EmbCacheEmbeddingCollection,
     EmbCacheEmbeddingConfig,
@@ -32,34 +33,8 @@ from torchrec_models import (
     sharded,
     together,
 )
-from world import process_group
 
-FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
 OPTIONS = {"admission": admission.Count(4), "not_admitted": "oov"}
-Shared = dict[tuple[str, str], list[float]]
-
-
-def shared_of(model: Any) -> Shared:
-    """The shared row and its slots of each table of this rank."""
-    return {
-        (path, name): table._shard.native.oov_row().tolist()
-        for path, module in cache_modules(model).items()
-        for name, table in module.tables.items()
-    }
-
-
-def assert_same_shared(parts: list[Shared], want: Shared, tolerance: float = 1e-5) -> None:
-    """All ranks have the same bits of a table's shared row, and these are near to those that are wanted."""
-    assert {table for part in parts for table in part} == want.keys()
-    for part in parts:
-        for table, row in part.items():
-            assert all(other.get(table, row) == row for other in parts), table
-            assert any(row), table
-            torch.testing.assert_close(torch.tensor(row), torch.tensor(want[table]), atol=tolerance, rtol=tolerance)
-
-
-def made(settings: Settings, shardings: Any) -> Any:
-    return sharded(Model(settings), shardings, FUSED)
 
 
 def train(model: Any, rank: int, world: int, begin: int, end: int, **given: Any) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lives import DOORS, budgets, embedding, ids_of, load_by, save_by, update
+from lifecycle_cases import DOORS, budgets, embedding, ids_of, load_by, save_by, update
+from time_cases import now
 from torchrec_embcache import TierBudgets, cache_modules, evict, set_time
-from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.saver import Saver
@@ -18,10 +18,6 @@ from torchrec_models import train as train_model
 BEGIN = 1_700_000_000
 TTL = 10
 POLICY = Policy([Ttl(seconds=TTL)], every_steps=1 << 40)
-
-
-def now(table: Any) -> float:
-    return shard_of(table).native.now() / 1000
 
 
 def trained(table: Any, ids: list[int]) -> None:

@@ -8,8 +8,22 @@ import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dcp_cases
-from lives import DOORS, HALF_LIFE, Ahead, Expected, budgets, come_again, embedding, ids_of, load_by, save_by, update
-from test_admission_ranks import PIPELINES, pipeline_of, pipelines_on_a_cpu
+from admission_rank_cases import PIPELINES, pipeline_of, pipelines_on_a_cpu
+from lifecycle_cases import (
+    DOORS,
+    HALF_LIFE,
+    Ahead,
+    Expected,
+    budgets,
+    come_again,
+    embedding,
+    ids_of,
+    load_by,
+    save_by,
+    update,
+)
+from processes import process_group
+from time_cases import BEGIN, TTL, natives, times_of
 from torchrec_embcache import TierBudgets, cache_modules, evict, set_time
 from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import All, Policy, Score, Ttl
@@ -18,11 +32,7 @@ from torchrec_embcache.saver import Saver
 from torchrec_models import MIXED, ROW_WISE, Model, Settings, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
-from world import process_group
 
-# Not a whole number of minutes, so that the times of a test are of two minutes.
-BEGIN = 1_700_000_030
-TTL = 10
 POLICIES = {
     "every 3 steps": Policy([Ttl(seconds=TTL)], every_steps=3),
     "any": Policy([Ttl(seconds=3 * TTL), All([Ttl(seconds=TTL), Score(below=1.7)])], every_steps=1),
@@ -225,16 +235,6 @@ def made(shardings: Any, policy: Policy) -> Any:
     model = Model(Settings(options={"eviction": policy}))
     apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
     return sharded(model, shardings)
-
-
-def natives(model: Any) -> list[Any]:
-    return [shard_of(table).native for module in cache_modules(model).values() for table in module.tables.values()]
-
-
-def times_of(rank: int, count: int) -> list[int]:
-    """The times of steps by the clock of a rank, in milliseconds. Now this rank is ahead and now that."""
-    dice = random.Random(f"{rank}")
-    return [1000 * BEGIN + 2000 * step + dice.randrange(4000) // 1000 * 1000 for step in range(count)]
 
 
 def trained(rank: int, world: int, policy: Policy, count: int) -> Any:
