@@ -82,7 +82,7 @@ sanitize-cuda: $(NATIVE)
 	@command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on the PATH: it is part of the CUDA toolkit" >&2; exit 1; }
 	@for tool in memcheck racecheck; do \
 		EMBCACHE_TEST_CUDA=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --target-processes all --error-exitcode 1 \
-			$(PY) -m pytest -q tests/python/test_triton_kernels.py $(ARGS) || exit 1; \
+			$(PY) -m pytest -q tests/python/kernels/test_triton_kernels.py $(ARGS) || exit 1; \
 	done
 
 bench-cuda: $(NATIVE)
@@ -117,7 +117,7 @@ stress: export EMBCACHE_STRESS := $(or $(TIMES),20)
 stress: $(NATIVE)
 	@EMBCACHE_WATCHDOG_S=7200 cargo test --quiet --locked -p embcache-tests --test stress
 	@cargo test --quiet --locked -p embcache-tests --test crash -- stop::
-	@$(PY) -m pytest --log-cli-level=INFO tests/python/test_soak.py
+	@$(PY) -m pytest --log-cli-level=INFO tests/python/soak/test_soak.py
 
 lint: $(NATIVE)
 	cargo fmt --all --check
@@ -162,7 +162,7 @@ wheel: $(NATIVE)
 	@$(PY) -m maturin sdist --out dist
 	@$(PY) -m twine check --strict dist/*
 	@$(PY) -m auditwheel show dist/*.whl
-	@$(PY) tests/python/wheels.py dist
+	@$(PY) tests/python/support/wheels.py dist
 
 clean:
 	rm -rf target $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

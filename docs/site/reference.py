@@ -1,6 +1,6 @@
 """Which public names a page of the reference has, and the pages that are made of them.
 
-`tests/python/test_docstrings.py` holds that every name of `torchrec_embcache.__all__` and of the public modules is here, once, and
+`tests/python/docs/test_docstrings.py` holds that every name of `torchrec_embcache.__all__` and of the public modules is here, once, and
 that each has an example that runs.
 """
 

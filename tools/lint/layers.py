@@ -1,17 +1,24 @@
-"""The tree's rules: who imports whom, how long files and functions are, and that nothing names the machine it was written on."""
+"""Import directions: the layers of the core and of the package, and the modules that alone may import a heavy package."""
 
 import ast
 import itertools
-import os
 import re
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "python" / "torchrec_embcache"
-CRATE = ROOT / "rust" / "core" / "src"
+from sources import (
+    CRATE,
+    PACKAGE,
+    ROOT,
+    name_of,
+    package_modules,
+    product_files,
+    report,
+    rust_imports,
+    without_comments,
+    without_tests,
+)
 
 # A module imports from the layers below its own, never from its own or above.
 RUST_LAYERS = [
@@ -194,82 +201,32 @@ RESERVED = {
     "tensorboard": set(),
     "matplotlib": {"plotting"},
 }
-SKIPPED = {
-    *(".git", ".venv", "target", "dist", "__pycache__", ".hypothesis", ".mypy_cache", ".ruff_cache", ".pytest_cache"),
-}
 
 
-def files(*suffixes: str) -> Iterator[Path]:
-    for folder, folders, names in os.walk(ROOT):
-        folders[:] = [name for name in folders if name not in SKIPPED]
-        yield from (Path(folder, name) for name in names if name.endswith(suffixes))
-
-
-def rust_imports(source: str) -> set[str]:
-    """The crate's top modules that a source names, comments and literals apart."""
-    source = re.sub(r"//[^\n]*", "", source)
-    found = set(re.findall(r"\bcrate::([a-z_]+)", source))
-    for group in re.finditer(r"\bcrate::\{", source):
-        depth, item, at = 1, "", group.end()
-        while depth:
-            char = source[at]
-            depth += (char == "{") - (char == "}")
-            if (depth == 1 and char == ",") or depth == 0:
-                found.update(re.findall(r"^\s*([a-z_]+)", item))
-                item = ""
-            else:
-                item += char
-            at += 1
-    return found
-
-
-def python_imports(source: str, package: str = "torchrec_embcache") -> set[str]:
-    """Every module that a source in `package` imports, by absolute name, `from a import b` as both `a` and `a.b`."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            found.add(base)
-            found.update(f"{base}.{alias.name}" for alias in node.names)
-    return found
-
-
-def package_modules() -> Iterator[tuple[Path, str, set[str]]]:
-    """Each Python source of the package, the top module it belongs to, and what it imports."""
-    for path in PACKAGE.rglob("*.py"):
-        inside = path.relative_to(PACKAGE)
-        package = ".".join(["torchrec_embcache", *inside.parts[:-1]])
-        yield inside, inside.parts[0].removesuffix(".py"), python_imports(path.read_text(), package)
-
-
-def test_rust_modules_import_downward_only() -> None:
+def rust_directions() -> Iterator[str]:
+    """A module of the core imports only from layers below its own (RUST_LAYERS)."""
     level = {name: number for number, layer in enumerate(RUST_LAYERS) for name in layer}
-    upward = []
-    for path in CRATE.rglob("*.rs"):
+    for path in sorted(CRATE.rglob("*.rs")):
         module = path.relative_to(CRATE).parts[0].removesuffix(".rs")
         if module == "lib":
             continue
-        assert module in level, f"{path}: module {module!r} has no layer in this test"
-        upward += [
-            f"{path.relative_to(ROOT)}: {module} imports {other}"
-            for other in sorted(rust_imports(path.read_text()))
-            if other != module and level.get(other, -1) >= level[module]
-        ]
-    assert not upward
+        if module not in level:
+            yield f"{name_of(path)}: add module {module!r} to RUST_LAYERS"
+            continue
+        for other in sorted(rust_imports(path.read_text())):
+            if other != module and level.get(other, -1) >= level[module]:
+                yield f"{name_of(path)}: {module} imports {other}"
 
 
 def file_imports(layer: Path) -> dict[str, set[str]]:
-    """For each file of a layer of the core, by its path in the layer, the others that it imports, tests apart."""
+    """The files that each file of a layer of the core imports from the same layer, without tests. Keys are paths in the layer."""
     names = {path.relative_to(layer).with_suffix("").as_posix(): path for path in layer.rglob("*.rs")}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         parts = name.split("/")
         if parts[-1] == "mod" or {"tests", "models", "loom"} & set(parts):
             continue
-        source = re.sub(r"//[^\n]*", "", path.read_text()).split("#[cfg(test)]\nmod tests {")[0]
+        source = without_tests(without_comments(path.read_text()))
         above = parts[:-1]
         named: list[tuple[list[str], str]] = [
             ([], inner) for inner in re.findall(rf"\bcrate::{layer.name}::([a-z_:]+)", source)
@@ -279,7 +236,7 @@ def file_imports(layer: Path) -> dict[str, set[str]]:
             named += [(above[:-1], inner) for inner in re.findall(r"\bsuper::super::([a-z_:]+)", source)]
         graph[name] = set()
         for base, inner in named:
-            # What is named may be a file, or something in one.
+            # The name may be that of a file, or of an item in one.
             steps = [*base, *filter(None, inner.split("::"))]
             candidates = ("/".join(steps[:count]) for count in range(len(steps), 0, -1))
             graph[name].update(itertools.islice((other for other in candidates if other in names), 1))
@@ -288,7 +245,7 @@ def file_imports(layer: Path) -> dict[str, set[str]]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """The members of circles of imports; empty where there is none."""
+    """The members of circles of imports; empty if there is none."""
     left = {name: others & graph.keys() for name, others in graph.items()}
     while True:
         imported = set().union(*left.values())
@@ -298,27 +255,29 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
         left = {name: others - free for name, others in left.items() if name not in free}
 
 
-@pytest.mark.parametrize("layer", sorted({path.parent.name for path in CRATE.glob("*/mod.rs")}))
-def test_no_files_of_a_layer_import_each_other_in_a_circle(layer: str) -> None:
-    files = file_imports(CRATE / layer)
-    assert not circle(files)
-    folders: dict[str, set[str]] = {}
-    for name, others in files.items():
-        folder = name.rpartition("/")[0]
-        folders.setdefault(folder, set()).update(other.rpartition("/")[0] for other in others)
-    between = {folder: others - {folder, ""} for folder, others in folders.items() if folder}
-    assert not circle(between)
+def rust_circles() -> Iterator[str]:
+    """No files, and no folders, of a layer of the core import each other in a circle."""
+    for layer in sorted({path.parent for path in CRATE.glob("*/mod.rs")}):
+        graph = file_imports(layer)
+        folders: dict[str, set[str]] = {}
+        for name, others in graph.items():
+            folder = name.rpartition("/")[0]
+            folders.setdefault(folder, set()).update(other.rpartition("/")[0] for other in others)
+        between = {folder: others - {folder, ""} for folder, others in folders.items() if folder}
+        for members in (circle(graph), circle(between)):
+            if members:
+                yield f"{name_of(layer)}: {', '.join(members)}"
 
 
-def test_only_the_host_tier_and_the_residency_name_slots_that_are_idle() -> None:
-    """A slot is idle until the table's lock is given up, which no lifetime says. An operation of the residency ends before that."""
-    named = {
-        path.relative_to(CRATE).as_posix()
-        for path in CRATE.rglob("*.rs")
-        if re.search(r"\bIdle\b", re.sub(r"//[^\n]*", "", path.read_text()))
-    }
-    assert named
-    assert all(name.startswith(("host/", "cache/residency/")) for name in named), named
+def write_access() -> Iterator[str]:
+    """Only the host tier and the residency name `WriteAccess`.
+
+    It is valid until the table's lock is released, which no lifetime expresses. An operation of the residency ends before that.
+    """
+    for path in sorted(CRATE.rglob("*.rs")):
+        named = re.search(r"\bWriteAccess\b", without_comments(path.read_text()))
+        if named and not path.relative_to(CRATE).as_posix().startswith(("host/", "cache/residency/")):
+            yield name_of(path)
 
 
 def python_files() -> dict[str, Path]:
@@ -345,254 +304,82 @@ def imported_files(source: str, package: str, names: Collection[str]) -> set[str
     return {name for name in found if name is not None}
 
 
-def test_no_python_files_import_each_other_in_a_circle() -> None:
+def python_circles() -> Iterator[str]:
+    """No Python files of the package import each other in a circle."""
     names = python_files()
     graph = {}
     for name, path in names.items():
         package = ".".join(["torchrec_embcache", *name.split("/")[:-1]])
         graph[name] = imported_files(path.read_text(), package, names) - {name}
-    assert not circle(graph)
+    yield from circle(graph)
 
 
-def test_the_core_knows_no_python_and_prints_nothing() -> None:
-    bad = [
-        f"{path.relative_to(ROOT)}: {match.group()}"
-        for path in CRATE.rglob("*.rs")
-        for match in re.finditer(r"\bpyo3\b|\be?println!|\be?print!|\bdbg!", re.sub(r"//[^\n]*", "", path.read_text()))
-    ]
-    assert not bad
+def core_is_plain_rust() -> Iterator[str]:
+    """The core does not use pyo3 and prints nothing."""
+    for path in sorted(CRATE.rglob("*.rs")):
+        for match in re.finditer(r"\bpyo3\b|\be?println!|\be?print!|\bdbg!", without_comments(path.read_text())):
+            yield f"{name_of(path)}: {match.group()}"
 
 
-def test_checkpoints_are_reached_by_a_checked_directory_only() -> None:
-    """Public functions take a `Directory`, no path and no engine. `Directory::in_engine`, which checks nothing, is for tests."""
-    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in product_files() if path.suffix == ".rs"}
+def checked_directories() -> Iterator[str]:
+    """Functions of checkpoints take a `CheckpointDirectory`, no path and no engine; its `with_engine` is for tests."""
+    sources = {name_of(path): path.read_text() for path in product_files() if path.suffix == ".rs"}
     takes = r"pub fn (\w+)(?:<[^(]*>)?\([^{;]*?(?:IoEngine|: &Path|PathBuf)[^{;]*?\) *(?:->|\{)"
-    handle = sources.pop("rust/core/src/checkpoint/directory.rs")
-    assert re.findall(takes, handle) == ["to_save", "to_load", "in_engine"]
-    assert not [name for name, source in sources.items() if "in_engine(" in source]
-    inside = [source for name, source in sources.items() if name.startswith("rust/core/src/checkpoint/")]
-    # This one checks the path that it takes.
-    assert [name for source in inside for name in re.findall(takes, source)] == ["directory_of_parts"]
+    handle = "rust/core/src/checkpoint/directory.rs"
+    # The first two check the path, the third one checks nothing, and the last one checks the path.
+    allowed = {"open_to_save", "open_to_load", "with_engine", "directory_of_parts"}
+    for name, source in sorted(sources.items()):
+        if name != handle and "with_engine(" in source:
+            yield f"{name}: calls CheckpointDirectory::with_engine"
+        if name.startswith("rust/core/src/checkpoint/"):
+            yield from (f"{name}: {function}" for function in re.findall(takes, source) if function not in allowed)
 
 
-def test_each_module_of_the_core_that_logs_has_a_logger_in_python() -> None:
-    """Without one it would follow the level of the whole package, and its records would have that name."""
-    logs = {
-        path.relative_to(CRATE).parts[0].removesuffix(".rs")
-        for path in CRATE.rglob("*.rs")
-        if re.search(r"\btracing::(?:event|error|warn|info|debug|trace)!", path.read_text())
-    }
+def loggers() -> Iterator[str]:
+    """Each module of the core that logs has a logger in Python; without one its records have the name of the package."""
     source = (ROOT / "rust" / "pyext" / "src" / "logging.rs").read_text()
-    assert logs
-    assert logs <= set(re.findall(r'Module::new\("([a-z_]+)"\)', source))
+    known = set(re.findall(r'Module::new\("([a-z_]+)"\)', source))
+    for path in sorted(CRATE.rglob("*.rs")):
+        module = path.relative_to(CRATE).parts[0].removesuffix(".rs")
+        if module not in known and re.search(r"\btracing::(?:event|error|warn|info|debug|trace)!", path.read_text()):
+            yield f"{name_of(path)}: add {module!r} to rust/pyext/src/logging.rs"
 
 
-def test_python_modules_import_downward_only() -> None:
-    bad = []
+def python_directions() -> Iterator[str]:
+    """A module of the package imports only the modules that PYTHON_IMPORTS lists for it."""
     for path, module, names in package_modules():
         if module in {"__init__", "cli", "__main__"}:
             continue
-        assert module in PYTHON_IMPORTS, f"{path}: module {module!r} has no rule in this test"
-        others = {name.split(".")[1] for name in names if name.startswith("torchrec_embcache.")} & PYTHON_IMPORTS.keys()
-        bad += [f"{path} imports {other}" for other in sorted(others - PYTHON_IMPORTS[module] - {module})]
-    assert not bad
-
-
-@pytest.mark.parametrize(("package", "importers"), RESERVED.items())
-def test_a_heavy_package_is_imported_in_its_own_modules_only(package: str, importers: set[str]) -> None:
-    bad = [
-        f"{path} imports {name}"
-        for path, module, names in package_modules()
-        if module not in importers
-        for name in names
-        if name == package or name.startswith(package + ".")
-    ]
-    assert not bad
-
-
-def test_no_file_passes_600_lines() -> None:
-    long = {
-        str(path.relative_to(ROOT)): lines
-        for path in files(".rs", ".py", ".pyi")
-        if (lines := path.read_text().count("\n")) > 600
-    }
-    assert not long
-
-
-def product_files() -> Iterator[Path]:
-    """The sources of the package, of the core and of the binding.
-
-    Files that hold tests alone are not among them, nor is the binding's stub: a module has one, which lists all that is in it.
-    """
-    yield from PACKAGE.rglob("*.py")
-    for path in (ROOT / "rust").glob("*/src/**/*.rs"):
-        if not {"tests", "models", "loom"} & {*path.parts, path.stem}:
-            yield path
-
-
-def without_tests(source: str) -> str:
-    """A Rust source up to its module of tests."""
-    return source.split("#[cfg(test)]\nmod tests {")[0]
-
-
-def rust_functions(source: str) -> Iterator[tuple[str, int]]:
-    """The name of each function of a formatted source, and how many lines it has."""
-    lines = without_tests(source).splitlines()
-    for first, line in enumerate(lines):
-        begins = re.match(r"( *)(?:pub(?:\([^)]*\))? )?(?:const )?(?:unsafe )?(?:extern \"C\" )?fn (\w+)", line)
-        if begins is None:
+        if module not in PYTHON_IMPORTS:
+            yield f"{path}: add module {module!r} to PYTHON_IMPORTS"
             continue
-        indent, name = begins.groups()
-        last = next(at for at in range(first, len(lines)) if lines[at].rstrip().endswith(("{", "}", ";")))
-        if lines[last].endswith("{"):
-            last = next(at for at in range(last, len(lines)) if lines[at] == indent + "}")
-        yield name, last - first + 1
+        others = {name.split(".")[1] for name in names if name.startswith("torchrec_embcache.")} & PYTHON_IMPORTS.keys()
+        yield from (f"{path} imports {other}" for other in sorted(others - PYTHON_IMPORTS[module] - {module}))
 
 
-def python_functions(source: str) -> Iterator[tuple[str, int]]:
-    """The name of each function, and how many lines it has without its docstring."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            said = node.body[0] if ast.get_docstring(node) is not None else None
-            about = said.end_lineno - said.lineno + 1 if said is not None and said.end_lineno is not None else 0
-            assert node.end_lineno is not None, "the parser sets it"
-            yield node.name, node.end_lineno - node.lineno + 1 - about
+def heavy_packages() -> Iterator[str]:
+    """A heavy package is imported only in the modules that RESERVED lists for it."""
+    for path, module, names in package_modules():
+        for package, importers in RESERVED.items():
+            if module not in importers:
+                yield from (
+                    f"{path} imports {name}"
+                    for name in sorted(names)
+                    if name == package or name.startswith(package + ".")
+                )
 
 
-def test_product_files_end_at_450_lines() -> None:
-    long = {
-        path.relative_to(ROOT).as_posix(): lines
-        for path in product_files()
-        if (lines := without_tests(path.read_text()).count("\n")) > 450
-    }
-    assert not long
+RULES = (
+    rust_directions,
+    rust_circles,
+    write_access,
+    python_circles,
+    core_is_plain_rust,
+    checked_directories,
+    loggers,
+    python_directions,
+    heavy_packages,
+)
 
-
-def test_functions_end_at_60_lines() -> None:
-    long = {
-        f"{path.relative_to(ROOT).as_posix()}::{name}": lines
-        for path in product_files()
-        for name, lines in (rust_functions if path.suffix == ".rs" else python_functions)(path.read_text())
-        if lines > 60
-    }
-    assert not long
-
-
-def positional_booleans(source: str) -> Iterator[str]:
-    """Each parameter of a function or method of a stub that is a `bool` and can be given by position."""
-    owners: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
-    while owners:
-        owner, node = owners.pop()
-        for inner in ast.iter_child_nodes(node):
-            if isinstance(inner, ast.ClassDef):
-                owners.append((f"{inner.name}.", inner))
-            elif isinstance(inner, ast.FunctionDef):
-                for parameter in (*inner.args.posonlyargs, *inner.args.args):
-                    kind = ast.unparse(parameter.annotation) if parameter.annotation is not None else ""
-                    if "bool" in kind.split(" | "):
-                        yield f"{owner}{inner.name}({parameter.arg})"
-
-
-def test_booleans_cross_the_language_border_by_name() -> None:
-    """A reader of a call cannot tell what a `True` by position says."""
-    assert not {name for stub in PACKAGE.glob("_native*.pyi") for name in positional_booleans(stub.read_text())}
-
-
-def types_without_names(source: str) -> Iterator[str]:
-    """Each place in a stub whose type does not say what its parts are: a tuple, a dict, or `Any`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name) and node.id in {"tuple", "dict", "Any"}:
-            yield f"line {node.lineno}: {node.id}"
-
-
-def test_what_crosses_the_language_border_has_named_fields() -> None:
-    """Nothing but its place tells what a part of a tuple is. `Mapping` is for names that are data, such as hyperparameters."""
-    assert not {name for stub in PACKAGE.glob("_native*.pyi") for name in types_without_names(stub.read_text())}
-
-
-def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
-    machine = re.compile(r"(?<![\w.])/(?:work|farm|root)/[\w.]")
-    bad = [
-        f"{path.relative_to(ROOT)}: {line.strip()}"
-        for path in files(".rs", ".py", ".pyi", ".toml", ".txt", ".md", ".lock", "Makefile", "run", ".yml", ".yaml")
-        for line in path.read_text().splitlines()
-        if machine.search(line)
-    ]
-    assert not bad
-
-
-def doc_comments(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the text of each documentation comment (Rust) or docstring (Python) of a source."""
-    source = path.read_text()
-    if path.suffix == ".rs":
-        for found in re.finditer(
-            r"(?:^[ \t]*(?P<mark>//[/!])(?!/).*\n)(?:^[ \t]*(?P=mark)(?!/).*\n)*", source, re.MULTILINE
-        ):
-            text = re.sub(r"^[ \t]*//[/!]", "", found.group(), flags=re.MULTILINE)
-            yield source.count("\n", 0, found.start()) + 1, " ".join(text.split())
-        return
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text is not None:
-                yield getattr(node, "lineno", 1), " ".join(text.split())
-
-
-def is_fragment(text: str) -> bool:
-    """Whether a text begins amid a sentence or ends amid one, as where it goes on at the next item."""
-    return text[:1].islower() or text.endswith((",", ";"))
-
-
-def test_documentation_comments_are_sentences_of_their_own() -> None:
-    """An editor shows the comment of one item without those of its neighbours."""
-    bad = [
-        f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path in files(".rs", ".py")
-        for line, text in doc_comments(path)
-        if is_fragment(text)
-    ]
-    assert not bad
-
-
-def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
-    for name, source in (
-        ("a.rs", "/// Bytes of a block,\nconst A: u8 = 1;\n    /// and of\n    /// two.\n"),
-        ("a.py", '"""and so on"""\n'),
-    ):
-        (tmp_path / name).write_text(source)
-        texts = list(doc_comments(tmp_path / name))
-        assert all(is_fragment(text) for _, text in texts), texts
-        assert len(texts) == name.endswith("rs") + 1
-    source = "use crate::{cache::Table, rows::{a, b}};\nfn f() { crate::ssd::g() } // crate::host"
-    assert rust_imports(source) == {"cache", "rows", "ssd"}
-    assert python_imports("from .cache import Lookup\nimport torchrec.sparse") >= {
-        "torchrec_embcache.cache",
-        "torchrec.sparse",
-    }
-    layer = tmp_path / "layer"
-    layer.mkdir()
-    (layer / "one.rs").write_text("use crate::layer::two::Two;\n#[cfg(test)]\nmod tests {\nuse super::four::Four;\n}\n")
-    (layer / "two.rs").write_text("use super::three::{Three, THREE};")
-    (layer / "three.rs").write_text("fn f() { super::one::g() }")
-    (layer / "four.rs").write_text("use crate::layer::one;")
-    assert file_imports(layer) == {"one": {"two"}, "two": {"three"}, "three": {"one"}, "four": {"one"}}
-    assert circle(file_imports(layer)) == ["one", "three", "two"]
-    names = {"cache", "rows", "modules/__init__", "modules/tables"}
-    source = (
-        "from . import rows, _native\nif a:\n    from .cache import A\ndef f():\n    from .modules import tables, B\n"
-    )
-    assert imported_files(source, "torchrec_embcache", names) == names
-    source = "fn a(\n    b: u8,\n) {\n    c();\n}\ntrait T {\n    fn d();\n    fn e() {}\n}\n"
-    source += "#[cfg(test)]\nmod tests {\n    fn f() {\n    }"
-    assert list(rust_functions(source)) == [("a", 5), ("d", 1), ("e", 1)]
-    assert list(python_functions('def a(b):\n    """Say.\n\n    More.\n    """\n    return b\n')) == [("a", 2)]
-    source = "def f(a: bool, b: int): ...\nclass C:\n    def g(self, c: bool | None = None, *, d: bool): ...\n"
-    assert set(positional_booleans(source)) == {"f(a)", "C.g(c)"}
-    source = "A = tuple[int, int]\nclass B:\n    c: list[dict[str, int]]\n    def d(self, e: Any) -> list[int]: ...\n"
-    assert set(types_without_names(source)) == {"line 1: tuple", "line 3: dict", "line 4: Any"}
-    below = "torchrec_embcache.sharded"
-    assert python_imports("from ..cache import Lookup", below) == {
-        "torchrec_embcache.cache",
-        "torchrec_embcache.cache.Lookup",
-    }
-    assert python_imports("from . import lookup", below) == {below, below + ".lookup"}
+if __name__ == "__main__":
+    sys.exit(report(*RULES) > 0)

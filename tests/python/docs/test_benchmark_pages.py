@@ -120,19 +120,6 @@ def test_readme_figures_come_from_results(tmp_path):
         assert old.split("make bench-docs writes from here")[part][:-1].split("to here")[part] in new
 
 
-def test_benches_with_rivals_are_in_the_catalog(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    from catalog import GROWTH, KEY, SECTIONS
-    from checkpoint_rivals import CHECKPOINT_RIVALS
-    from rivals import RIVALS
-    from stores import STORES
-
-    names = [name for section in SECTIONS.values() for name in section]
-    assert len(names) == len({*names})
-    grown = {name for sizes in GROWTH.values() for name in sizes.values()}
-    assert {*KEY, *grown, *RIVALS, *CHECKPOINT_RIVALS, *STORES} <= {*names}
-
-
 def test_without_results_nothing_is_written(tmp_path):
     done = made([], tmp_path)
     assert done.returncode == 2

@@ -1,0 +1,69 @@
+"""The catalogs of benchmarks and metrics list the same names as the code and the pages."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from sources import ROOT, report
+
+if TYPE_CHECKING:
+    from torchrec_embcache.monitoring import Metric
+
+DOCS = ROOT / "docs"
+
+
+def benches() -> Iterator[str]:
+    """Benches with rivals, with growth and in the README are in the catalog, once (benches/python/catalog.py)."""
+    sys.path.insert(0, str(ROOT / "benches" / "python"))
+    from catalog import GROWTH, KEY, SECTIONS
+    from checkpoint_rivals import CHECKPOINT_RIVALS
+    from rivals import RIVALS
+    from stores import STORES
+
+    names = [name for section in SECTIONS.values() for name in section]
+    yield from sorted(f"{name}: twice in the catalog" for name in {*names} if names.count(name) > 1)
+    grown = {name for sizes in GROWTH.values() for name in sizes.values()}
+    used = {*KEY, *grown, *RIVALS, *CHECKPOINT_RIVALS, *STORES}
+    yield from sorted(f"{name}: not in the catalog" for name in used - {*names})
+
+
+def metric_table(metrics: "Sequence[Metric]") -> str:
+    """The list of metrics as a page has it."""
+    kinds = {"text": "info"}
+    rows = [
+        f"| `{metric.name}`{f' (label `{metric.label}`)' if metric.label else ''} | {kinds.get(metric.kind, metric.kind)} "
+        f"| `{metric.path}` | {metric.about} |"
+        for metric in metrics
+    ]
+    return "\n".join(["| metric | kind | path | what it says |", "| --- | --- | --- | --- |", *rows])
+
+
+def metric_pages() -> Iterator[str]:
+    """The pages docs/metrics.md and docs/serving-operations.md list the metrics of the code, and queries name existing ones."""
+    from torchrec_embcache.monitoring import METRICS, SERVING_METRICS
+
+    for name, metrics in (("metrics.md", METRICS), ("serving-operations.md", SERVING_METRICS)):
+        pattern = r"<!-- [^\n]*compares this list[^\n]* -->\n\n(.*?)\n\n<!-- to here -->"
+        if re.findall(pattern, (DOCS / name).read_text(), re.DOTALL) != [metric_table(metrics)]:
+            yield f"docs/{name}: the list has to be\n{metric_table(metrics)}"
+    histograms = {metric.name for metric in METRICS if metric.kind == "histogram"}
+    known = {metric.name for metric in METRICS}
+    known |= {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
+    page = (DOCS / "monitoring.md").read_text() + (DOCS / "metrics.md").read_text()
+    (queries,) = re.findall(r"```promql\n(.*?)```", page, re.DOTALL)
+    unknown = set(re.findall(r"\bembcache_\w+", queries)) - known
+    yield from sorted(f"docs/monitoring.md: no metric {name}" for name in unknown)
+
+
+def logger_names() -> Iterator[str]:
+    """The loggers that docs/monitoring.md and docs/metrics.md name are those of the core."""
+    modules = set(re.findall(r'Module::new\("([a-z_]+)"\)', (ROOT / "rust/pyext/src/logging.rs").read_text()))
+    page = (DOCS / "monitoring.md").read_text() + (DOCS / "metrics.md").read_text()
+    yield from sorted(set(re.findall(r"torchrec_embcache\.core\.([a-z_]+)", page)) - modules)
+
+
+RULES = (benches, metric_pages, logger_names)
+
+if __name__ == "__main__":
+    sys.exit(report(*RULES) > 0)
