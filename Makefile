@@ -29,15 +29,15 @@ DOCS := $(VENV)/.docs-$(shell cksum <requirements/docs.txt | tr ' ' -)
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-rust test-loom test-python test-cuda sanitize-cuda bench-cuda fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
+.PHONY: help setup demo test test-all test-rust test-loom test-python test-python-fast test-cuda sanitize-cuda bench-cuda fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row; a report in target/demo"
-	@echo "make test         the tests of the core and of the package"
+	@echo "make test         the Rust tests and the fast Python tests; make test-all also runs the loom models and the tests marked slow or docs"
 	@echo "make test-cuda    the tests of the kernels and of pipelines on a GPU, held against the core's on the CPU; make bench-cuda measures them"
 	@echo "make sanitize-cuda  the tests of the kernels on a GPU under compute-sanitizer"
 	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
-	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test"
-	@echo "make lint         format, lints, types, stubs, import directions"
+	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test-all"
+	@echo "make lint         format, lints, types, stubs, import directions, sizes, catalogs"
 	@echo "make docs         the docs site with the reference of every public name, into target/docs"
 	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some; AGAINST=tree: and another checkout, in turn)"
 	@echo "make bench-docs   docs/benchmarks.md and its plots from what make bench measured"
@@ -67,14 +67,16 @@ $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
 demo: $(NATIVE)
 	@$(PY) examples/movielens_dlrm.py $(ARGS)
 
-test: test-rust test-loom test-python
+test: test-rust test-python-fast
+
+test-all: test-rust test-loom test-python
 
 # What needs a GPU. Without one both say so, and fail.
 HAS_CUDA = $(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device is here, so nothing was done: torch.cuda.is_available() is False")'
-CUDA_TESTS = test_triton_kernels.py test_device_pipelines.py test_device_faults.py test_device_threads.py
+CUDA_TESTS = $(addprefix tests/python/kernels/,test_triton_kernels.py test_device_pipelines.py test_device_faults.py test_device_threads.py)
 test-cuda: $(NATIVE)
 	@$(HAS_CUDA)
-	@EMBCACHE_TEST_CUDA=1 $(PY) -m pytest -q $(addprefix tests/python/,$(CUDA_TESTS)) $(ARGS)
+	@EMBCACHE_TEST_CUDA=1 $(PY) -m pytest -q $(CUDA_TESTS) $(ARGS)
 
 # Memory that a kernel must not touch, and shared memory that two threads of it use at once.
 sanitize-cuda: $(NATIVE)
@@ -105,9 +107,13 @@ test-loom:
 
 # Two processes share the files of tests, in the order of tests/python/conftest.py. With ARGS, as for one test or a debugger, there is one.
 # Threads of torch that wait sleep: by default they keep a core busy, which others need.
-test-python: export OMP_WAIT_POLICY := passive
+test-python test-python-fast: export OMP_WAIT_POLICY := passive
+TWO_PROCESSES = --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 test-python: $(NATIVE)
-	@$(PY) -m pytest $(or $(ARGS),--numprocesses=2 --dist=loadfile --no-loadscope-reorder)
+	@$(PY) -m pytest $(or $(ARGS),$(TWO_PROCESSES))
+
+test-python-fast: $(NATIVE)
+	@$(PY) -m pytest -m "not slow and not docs" $(or $(ARGS),$(TWO_PROCESSES))
 
 fuzz:
 	@EMBCACHE_FUZZ_S=$(or $(FOR),300) cargo test --quiet --locked -p embcache-tests --test hostile
@@ -124,6 +130,7 @@ lint: $(NATIVE)
 	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	$(PY) tools/lint
 	$(PY) -m mypy
 	$(BIN)/basedpyright
 	$(PY) -m mypy.stubtest --concise --allowlist tests/stubtest_allowlist.txt torchrec_embcache._native

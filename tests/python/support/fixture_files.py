@@ -1,7 +1,7 @@
 """Generates the files in `tests/fixtures/v1/ssd_tier` and `tests/fixtures/v1/checkpoints`.
 
-`python tests/python/support/fixture_files.py FOLDER` creates both directories in an empty folder. Fixtures of a released format are never
-regenerated. Rows, slots, metadata and steps are the same each time. Names of checkpoints, their times (`saved_unix_ms`) and
+`python tests/python/support/fixture_files.py FOLDER` creates both directories in an empty folder. Fixtures of a released format are
+never regenerated. Rows, slots, metadata and steps are the same each time. Names of checkpoints, their times (`saved_unix_ms`) and
 checksums are not. The `.txt` files next to them are golden vectors, which are never regenerated.
 """
 
