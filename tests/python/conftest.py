@@ -21,7 +21,7 @@ if os.environ.get("EMBCACHE_TEST_CUDA") != "1":
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from processes import World  # noqa: E402  # noqa: E402
+from processes import World  # noqa: E402
 from tables import AMPLE  # noqa: E402
 from torchrec_embcache import TierBudgets  # noqa: E402
 
@@ -34,19 +34,19 @@ LONGEST = [
     "test_documents.py",
     "test_wheel.py",
 ]
-
-
-#: The marker of the tests of a folder: `make test` runs the tests without any.
+#: The marker of all tests of a folder. `make test` runs the tests without a marker of these.
 MARKERS = {"robustness": "slow", "soak": "slow", "docs": "docs"}
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # -m selects by these markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests of slow folders and of docs, and moves the tests of the slowest files to the front."""
     for item in items:
-        marker = MARKERS.get(item.path.relative_to(HERE).parts[0])
-        if marker is not None:
-            item.add_marker(marker)
+        if item.path.is_relative_to(HERE):
+            marker = MARKERS.get(item.path.relative_to(HERE).parts[0])
+            if marker is not None:
+                item.add_marker(marker)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 

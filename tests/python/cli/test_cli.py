@@ -345,6 +345,7 @@ def test_what_a_conversion_could_not_publish_says_why(
     assert (code, found["error"]["type"]) == (3, "CorruptionError")
 
 
+@pytest.mark.slow
 def test_the_command_is_installed_and_errors_go_to_standard_error(tmp_path: Path) -> None:
     embcache = Path(sys.executable).parent / "embcache"
     missing = subprocess.run([embcache, "inspect", tmp_path / "nothing"], capture_output=True, text=True, check=False)

@@ -210,6 +210,7 @@ def big(path: Path) -> None:
     Saver(0).save(bag, str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["npy", "safetensors"])
 def test_a_write_that_fails_is_a_typed_error_and_leaves_nothing(tmp_path: Path, layout: str) -> None:
     big(tmp_path / "ours")
@@ -229,6 +230,7 @@ echo "status $?" && ls "$1"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["npy", "safetensors", "torchrec-dcp"])
 def test_full_file_system_fails_a_conversion_with_an_error(tmp_path: Path, layout: str) -> None:
     """The command ends with an exit status, not by a signal."""

@@ -286,6 +286,7 @@ print("grew", peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
     count = 1_000_000  # 128 MB of numbers, in parts of 4 MiB
     bag = make_bag(embedding_dim=32, optimizer=optimizers.SGD(lr=0.1), tiers=TierBudgets(host_bytes="400MiB"))
@@ -306,6 +307,7 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
         np.testing.assert_array_equal(columns["weight"].reshape(-1), expected)
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     source = saved(tmp_path / "ours", list(range(20_000)))
     command = [sys.executable, "-m", "torchrec_embcache", "convert", str(source), str(tmp_path / "theirs")]

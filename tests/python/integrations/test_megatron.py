@@ -387,6 +387,7 @@ def test_wrong_arguments_are_refused(path: Path) -> None:
         strategy.save({"a": tables, "b": {"c": tables}}, path)
 
 
+@pytest.mark.slow
 def test_without_megatron_the_error_says_what_to_install() -> None:
     code = """
 import sys

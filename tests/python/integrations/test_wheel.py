@@ -18,6 +18,8 @@ import pytest
 import wheels
 from wheels import ROOT, version
 
+pytestmark = pytest.mark.slow  # builds and installs packages
+
 BIN = Path(sys.executable).parent
 
 TRAINED_FROM_A_WHEEL = """

@@ -11,6 +11,8 @@ import pytest
 
 from project_paths import SUPPORT
 
+pytestmark = pytest.mark.slow  # compiles every launch of the kernels
+
 #: The widths that are compiled for each generation: one for each block size, and odd ones. 1025 and 2100 are wider than the widest
 #: block. All for both would take twice as long.
 DIMS = {80: [16, 64, 256, 1024, 37, 2100], 90: [32, 64, 128, 512, 33, 1025, 2100]}

@@ -424,6 +424,7 @@ def test_a_row_that_refused_ids_share_has_the_bits_of_the_core():
 # ---- which kernels run
 
 
+@pytest.mark.slow
 def test_triton_is_refused_on_the_cpu_outside_of_its_interpreter():
     program = """
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers

@@ -244,11 +244,13 @@ def run(script: str, directory: Path, errors: str = "") -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_logs_what_is_left_and_does_not_hang(tmp_path: Path) -> None:
     lines = run("for number in range(50): opened(f't{number}')", tmp_path)
     assert sum("opened an SSD tier" in line for line in lines) == 50
 
 
+@pytest.mark.slow
 def test_slow_handlers_and_those_that_raise_lose_nothing_at_the_end(tmp_path: Path) -> None:
     """What waits takes longer, all together, than the end waits for a handler that is under way."""
     script = """
@@ -269,6 +271,7 @@ def test_slow_handlers_and_those_that_raise_lose_nothing_at_the_end(tmp_path: Pa
     assert (lines.count("seen"), lines.count("ValueError")) == (29, 28)
 
 
+@pytest.mark.slow
 def test_a_panic_below_a_handler_stops_nothing(tmp_path: Path) -> None:
     script = """
     numbers, seen = iter(range(10**9)), threading.Event()
@@ -294,6 +297,7 @@ def test_a_panic_below_a_handler_stops_nothing(tmp_path: Path) -> None:
     assert run(script, tmp_path, errors="resuming a panic")[-1] == "True"
 
 
+@pytest.mark.slow
 def test_a_logger_whose_level_cannot_be_read_keeps_no_thread_busy(tmp_path: Path) -> None:
     script = """
     core.isEnabledFor(logging.DEBUG)  # the logger keeps the answer
@@ -315,6 +319,7 @@ def test_a_logger_whose_level_cannot_be_read_keeps_no_thread_busy(tmp_path: Path
     assert sum("published" in line for line in lines) == 3
 
 
+@pytest.mark.slow
 def test_handler_that_logs_for_each_event_does_not_loop(tmp_path: Path) -> None:
     script = """
     table = opened("t")
@@ -332,6 +337,7 @@ def test_handler_that_logs_for_each_event_does_not_loop(tmp_path: Path) -> None:
     assert run(script, tmp_path)[-1] == "done"
 
 
+@pytest.mark.slow
 def test_a_forked_child_takes_new_levels_over_within_a_second(tmp_path: Path) -> None:
     """However long its parent has lived."""
     script = """
@@ -356,6 +362,7 @@ def test_a_forked_child_takes_new_levels_over_within_a_second(tmp_path: Path) ->
     assert any("published" in line and "table=child" in line for line in run(script, tmp_path))
 
 
+@pytest.mark.slow
 def test_a_forked_child_logs_its_own_events(tmp_path: Path) -> None:
     script = """
     kept = opened("parent")
@@ -382,6 +389,7 @@ def test_a_forked_child_logs_its_own_events(tmp_path: Path) -> None:
     assert opened_by == {"parent": parent, "child": child, "later": child}
 
 
+@pytest.mark.slow
 def test_a_process_that_forks_while_events_come_does_not_hang(tmp_path: Path) -> None:
     script = """
     import threading
@@ -408,6 +416,7 @@ def test_a_process_that_forks_while_events_come_does_not_hang(tmp_path: Path) ->
     assert run(script, tmp_path)[-1] == "done"
 
 
+@pytest.mark.slow
 def test_a_failed_write_is_a_warning(tmp_path: Path) -> None:
     """The user should act on it: from then on the table refuses steps."""
     script = """

@@ -465,6 +465,7 @@ def run(script: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_exporters_open(tmp_path: Path) -> None:
     """Tables that nobody closed are flushed at the end, while nobody samples them any more."""
     tmp_path.chmod(0o700)
@@ -487,6 +488,7 @@ def test_a_process_ends_with_exporters_open(tmp_path: Path) -> None:
     assert sum(sample_from_line(line).step == 7 for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_a_forked_child_samples_nothing_of_its_parent(tmp_path: Path) -> None:
     script = """
     import os, sys, torch
@@ -510,6 +512,7 @@ def test_a_forked_child_samples_nothing_of_its_parent(tmp_path: Path) -> None:
     assert [sample_from_line(line).step for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2]
 
 
+@pytest.mark.slow
 def test_exporter_libraries_are_imported_on_first_use(
     tmp_path: Path,
 ) -> None:
@@ -524,6 +527,7 @@ def test_exporter_libraries_are_imported_on_first_use(
     assert run(script, tmp_path) == "[]\n[]\n"
 
 
+@pytest.mark.slow
 def test_without_prometheus_client_the_exporter_says_what_to_install(tmp_path: Path) -> None:
     script = """
     import sys

@@ -140,6 +140,7 @@ print("right or refused")
 """
 
 
+@pytest.mark.slow
 def test_offsets_changed_while_they_are_read_are_checked():
     done = subprocess.run(
         [sys.executable, "-c", CHANGED_WHILE_READ], capture_output=True, text=True, timeout=300, check=False

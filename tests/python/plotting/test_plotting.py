@@ -312,6 +312,7 @@ def test_the_same_picture_has_the_same_bytes() -> None:
     assert svg(curve_panels([ITEM])) == svg(curve_panels([ITEM]))
 
 
+@pytest.mark.slow
 def test_drawing_leaves_pyplot_and_the_settings_of_matplotlib_alone() -> None:
     script = (
         "import sys, matplotlib\n"
@@ -485,6 +486,7 @@ def test_more_tables_than_a_picture_can_show_are_to_be_chosen_from(
     assert main(["plot", str(path), "-o", str(tmp_path / "a.svg"), "--table", "t3", "--table", "m/t4"]) == 0
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_command_says_what_to_install(folder: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"

@@ -269,6 +269,7 @@ def in_order(name: str) -> list[str]:
     return [line.split(":")[0].strip() for line in body.splitlines() if ": " in line and "def " not in line]
 
 
+@pytest.mark.slow
 def test_serving_needs_no_torchrec(ckpt: Path) -> None:
     two_saves(ckpt)
     script = (

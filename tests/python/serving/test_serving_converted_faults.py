@@ -130,6 +130,7 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow
 def test_forked_child_answers_as_its_parent_and_reopens_source(ckpt: Path) -> None:
     script = FORKED.format(tests=str(SUPPORT), ckpt=str(ckpt), target=str(ckpt.parent / "served"))
     done = subprocess.run(

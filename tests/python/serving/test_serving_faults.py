@@ -80,6 +80,7 @@ def test_retention_of_the_trainer_takes_nothing_away(ckpt: Path) -> None:
         assert value_of(tables.pin()) == 30.0
 
 
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_written_is_served_from_memory(ckpt: Path) -> None:
     two_saves(ckpt)
     # In a user's namespace the directory is mounted read-only: root writes wherever it is allowed to read otherwise.
@@ -264,6 +265,7 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_serves_and_follows_too(ckpt: Path) -> None:
     script = FORKED.format(tests=str(SUPPORT), ckpt=str(ckpt))
     done = subprocess.run(

@@ -496,6 +496,7 @@ print(ends, set(inodes) == {{str(made.stat().st_ino)}}, made.name)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_open_a_checkpoint_at_once_make_its_index_once(ckpt: Path) -> None:
     count = 100_000
     table = embedding(tiers=TierBudgets(host_bytes="64MiB"))

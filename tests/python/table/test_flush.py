@@ -94,6 +94,7 @@ def killed(_say, directory):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_its_last_flush_and_no_lock(tmp_path):
     _, status = Child(killed, tmp_path / "ssd").ended()
     assert status == -signal.SIGKILL

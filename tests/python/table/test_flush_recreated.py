@@ -36,6 +36,7 @@ def train_and_die(_say: Any, root: Path, amid: bool) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amid", [False, True])
 def test_a_killed_run_finds_the_dense_part_of_the_step_that_it_resumes(tmp_path: Path, amid: bool) -> None:
     (tmp_path / "ssd").mkdir(mode=0o750)

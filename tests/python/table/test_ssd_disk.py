@@ -101,6 +101,7 @@ def train_alone(say: Any, directory: Path) -> None:
     signal.pause()
 
 
+@pytest.mark.slow
 def test_auto_removes_files_of_another_rank_count_after_a_flush(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +182,7 @@ def hold(say: Any, directory: Path) -> None:
     signal.pause()
 
 
+@pytest.mark.slow
 def test_what_another_process_has_open_stays(of_two_ranks: Path, caplog: pytest.LogCaptureFixture) -> None:
     child = Child(hold, of_two_ranks)
     assert child.hear() == 0

@@ -114,6 +114,7 @@ def rows_and_step(folder: Path, name: str = "item") -> tuple[int, int]:
 # ---- the end of a process
 
 
+@pytest.mark.slow
 def test_tables_that_nobody_closes_are_flushed_when_the_process_ends(tmp_path: Path) -> None:
     program = """
     def main():
@@ -133,6 +134,7 @@ def test_tables_that_nobody_closes_are_flushed_when_the_process_ends(tmp_path: P
     assert found == [(15, 3), (20, 4), (25, 5)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_between_two_steps_loses_nothing(tmp_path: Path) -> None:
     program = """
     import time
@@ -165,6 +167,7 @@ ids, offsets = torch.arange(100, 107), torch.tensor([0])
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_amid_a_step_leaves_the_last_flush_and_says_so(tmp_path: Path) -> None:
     # Autograd runs the backward of the last forward first. So `second` is updated and `first` is not.
     program = INTERRUPTED + "(Interrupts.apply(first(ids, offsets)).sum() + second(ids, offsets).sum()).backward()"
@@ -239,6 +242,7 @@ def test_training_that_goes_on_after_a_half_done_step_is_flushed(two_flushed: An
     assert end(two_flushed, tmp_path / "ssd") == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_ends_flushes_nothing_of_its_parent(tmp_path: Path) -> None:
     program = """
     import os
@@ -256,6 +260,7 @@ def test_a_forked_child_that_ends_flushes_nothing_of_its_parent(tmp_path: Path) 
     assert rows_and_step(tmp_path / "ssd") == (10, 2)
 
 
+@pytest.mark.slow
 def test_table_of_a_multiprocessing_child_is_flushed_at_its_exit(tmp_path: Path) -> None:
     program = """
     import multiprocessing
@@ -275,6 +280,7 @@ def test_table_of_a_multiprocessing_child_is_flushed_at_its_exit(tmp_path: Path)
     assert rows_and_step(tmp_path / "ssd", "child") == (10, 2)
 
 
+@pytest.mark.slow
 def test_table_that_cannot_flush_at_exit_says_what_resumes(tmp_path: Path) -> None:
     program = """
     import resource
@@ -304,6 +310,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_end_without_a_flush_are_told_which_call_is_missing(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         ended = list(threads.map(lambda rank: run(RANKS.replace("RANK", str(rank)), tmp_path / "ssd"), range(2)))

@@ -57,6 +57,7 @@ def test_the_public_names_are_all_there_and_sorted():
         assert name in dir(torchrec_embcache)
 
 
+@pytest.mark.slow
 def test_importing_and_training_without_torchrec_imports_no_torchrec():
     script = (
         "import sys, torch, torchrec_embcache as e\n"
@@ -78,12 +79,14 @@ def run_without_torchrec(script: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_star_import_without_torchrec_gives_what_works_there():
     names = run_without_torchrec("from torchrec_embcache import *\nprint(*sorted(set(dir()) - {'sys'}))\n").split()
     assert {"EmbCacheEmbeddingBag", "Saver", "TierBudgets", "EmbCacheStorageWriter", "optimizers"} <= set(names)
     assert not [name for name in names if "Collection" in name or "Pipeline" in name]
 
 
+@pytest.mark.slow
 def test_a_name_that_needs_torchrec_says_how_to_install_it():
     script = (
         "import torchrec_embcache\n"
@@ -97,6 +100,7 @@ def test_a_name_that_needs_torchrec_says_how_to_install_it():
     assert "pip install 'torchrec-embcache[torchrec]'" in told
 
 
+@pytest.mark.slow
 def test_saving_needs_no_torchrec_either(tmp_path):
     script = (
         "import torch\n"

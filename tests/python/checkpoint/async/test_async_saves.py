@@ -337,6 +337,7 @@ if sys.argv[2] == "error":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("error", 3)])
 def test_a_process_ends_when_its_save_has_also_of_a_model_that_is_gone(how: str, code: int, root: Path) -> None:
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(ENDS), str(root), how], check=False, timeout=SECONDS)
@@ -417,6 +418,7 @@ def outlive(say: Callable[[str], None], rank: int, store: str, path: str, how: s
         os._exit(0)  # a broken group waits for nobody
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["destroyed", "gone"])
 def test_save_outlives_the_default_group_and_notices_lost_ranks(how: str, root: Path, tmp_path: Path) -> None:
     root.mkdir(mode=0o750, exist_ok=True)
@@ -445,6 +447,7 @@ def save_until_killed(say: Callable[[str], None], path: str) -> None:
         say(future.result(SECONDS).kind)
 
 
+@pytest.mark.slow
 def test_latest_is_whole_after_a_kill_during_async_saves(root: Path) -> None:
     draw, said = random.Random(5), set()
     for _round in range(int(os.environ.get("EMBCACHE_PYTHON_KILLS", "2"))):

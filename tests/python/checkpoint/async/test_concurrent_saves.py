@@ -91,6 +91,7 @@ def save_again_and_again(say: Callable[[Any], None], path: str, times: int) -> N
         say(turn)
 
 
+@pytest.mark.slow
 def test_every_load_during_saves_finds_a_whole_checkpoint(root: Path) -> None:
     child = Child(save_again_and_again, str(root), 40)
     turn, loads = child.hear(), 0
@@ -181,6 +182,7 @@ def run(script: str, path: Path, how: str = "") -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_close_from_the_progress_callback_of_its_save_fails(tmp_path: Path) -> None:
     out = run(
         """
@@ -197,6 +199,7 @@ def test_close_from_the_progress_callback_of_its_save_fails(tmp_path: Path) -> N
     assert out.strip() == "closed"
 
 
+@pytest.mark.slow
 def test_interrupted_close_stops_waiting_and_can_be_repeated(tmp_path: Path) -> None:
     """Ctrl-C while `close()` waits for a save."""
     out = run(
@@ -241,6 +244,7 @@ def test_interrupted_close_stops_waiting_and_can_be_repeated(tmp_path: Path) -> 
     assert out.strip() == "500"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["early", "late"])
 def test_a_save_that_an_atexit_function_begins_is_completed(how: str, tmp_path: Path) -> None:
     run("\nif how == 'late':\n    atexit.register(last)\n", tmp_path, how)
@@ -249,6 +253,7 @@ def test_a_save_that_an_atexit_function_begins_is_completed(how: str, tmp_path: 
     assert len(again) == 500
 
 
+@pytest.mark.slow
 def test_worker_forked_in_a_block_save_does_not_block_later_ones(tmp_path: Path) -> None:
     out = run(
         """

@@ -254,6 +254,7 @@ def save_in_processes(say: Any, path: str, store: str) -> None:
         say("saved")
 
 
+@pytest.mark.slow
 def test_a_save_in_a_process_is_the_state_at_the_call(tmp_path: Path) -> None:
     said, status = Child(save_in_processes, str(tmp_path / "ckpt"), str(tmp_path / "store"), daemon=False).ended()
     assert status == 0

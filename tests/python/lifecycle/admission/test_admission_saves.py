@@ -171,6 +171,7 @@ def _saved_by_a_process(say: Any, path: str, store: str) -> None:
         say("saved")
 
 
+@pytest.mark.slow
 def test_a_save_of_dcp_by_another_process_has_the_counts_of_the_call(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     said, status = Child(_saved_by_a_process, str(path), str(tmp_path / "store"), daemon=False).ended()

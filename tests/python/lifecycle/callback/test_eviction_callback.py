@@ -369,6 +369,7 @@ for row_id in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("on_ssd", [False, True])
 def test_a_process_that_ends_tells_what_is_left(tmp_path, on_ssd, fails):

@@ -117,6 +117,7 @@ def interrupt_the_wait_of_a_close(say: Callable[[Any], None], fails: bool) -> No
     say(hook.ids.qsize())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_interrupted_close_stops_waiting_and_later_rows_deliver(fails: bool):
     """Ctrl-C while `close()` waits for the callback."""
@@ -126,6 +127,7 @@ def test_interrupted_close_stops_waiting_and_later_rows_deliver(fails: bool):
     assert child.ended() == ([True, *raised, told, [5], 0], 0)
 
 
+@pytest.mark.slow
 def test_interrupted_close_leaves_the_table_delivering_or_closed():
     def made() -> tuple[EmbCacheEmbedding, Hook]:
         hook = Hook()
@@ -185,6 +187,7 @@ def close_within_the_hook_after_a_load(say: Callable[[Any], None], path: str) ->
     table.close()
 
 
+@pytest.mark.slow
 def test_a_hook_that_still_runs_after_a_load_cannot_close_the_table(tmp_path: Path):
     saved_elsewhere(str(tmp_path / "saved"))
     child = Child(close_within_the_hook_after_a_load, str(tmp_path / "saved"))
@@ -206,6 +209,7 @@ def drop_after_a_load(say: Callable[[Any], None], path: str) -> None:
     say(hook.told(3))
 
 
+@pytest.mark.slow
 def test_table_dropped_after_a_load_delivers_rows_of_both(tmp_path: Path):
     saved_elsewhere(str(tmp_path / "saved"))
     assert Child(drop_after_a_load, str(tmp_path / "saved")).ended() == ([[1, 5, 6]], 0)
@@ -226,6 +230,7 @@ def drop_amid_another_optimizer(say: Callable[[Any], None]) -> None:
     say(hook.told(2))
 
 
+@pytest.mark.slow
 def test_table_dropped_while_core_is_empty_delivers_and_exits():
     assert Child(drop_amid_another_optimizer).ended() == ([[1, 2]], 0)
 
@@ -285,6 +290,7 @@ def run_forked(*arguments: str) -> tuple[list[str], str]:
     return done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["close", "leave"])
 def test_a_forked_child_tells_of_its_own_tables_only_and_ends(end: str):
     said, errors = run_forked("works", end)
@@ -293,6 +299,7 @@ def test_a_forked_child_tells_of_its_own_tables_only_and_ends(end: str):
     assert (said, len(refused) >= 2) == (refused + told, True), errors
 
 
+@pytest.mark.slow
 def test_what_a_hook_raised_before_a_fork_is_said_by_the_parent_only():
     said, errors = run_forked("fails", "drop")
     assert [line for line in said if line != "refused"] == ["child [7] False", "0"], errors
@@ -313,6 +320,7 @@ for first in range(3):
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_at_the_end_of_a_process():
     # Chunks of 65,536 rows: two wait while the hook has the first. It never returns, and is not called on the main thread. It
     # interrupts the main thread once that waits for it, and again while it still does: Python misses a signal that comes just
@@ -340,6 +348,7 @@ def test_ctrl_c_ends_the_wait_at_the_end_of_a_process():
     assert "evicted rows are lost that on_evict was not given" in done.stderr
 
 
+@pytest.mark.slow
 def test_each_error_of_a_hook_is_said_at_the_end_of_a_process():
     script = AT_THE_END.format(body="main.join(); raise ValueError(f'no {len(told)}')", ids=1)
     script = script.replace("sum().backward()", "sum().backward(); len(table)")
