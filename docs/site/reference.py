@@ -1,7 +1,7 @@
 """Which public names a page of the reference has, and the pages that are made of them.
 
-`tests/python/docs/test_docstrings.py` checks that every name of `torchrec_embcache.__all__` and of the public modules is here once and
-has an example that runs.
+`tests/python/docs/test_docstrings.py` checks that every name of `torchrec_embcache.__all__` and of the public modules is here once
+and has an example that runs.
 """
 
 PACKAGE = "torchrec_embcache"
