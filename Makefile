@@ -173,5 +173,5 @@ wheel: $(NATIVE)
 
 clean:
 	rm -rf target $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find python tests examples benches -name __pycache__ -prune -exec rm -rf {} +
+	find python tests tools examples benches -name __pycache__ -prune -exec rm -rf {} +
 	find python -name '*.so' -delete

@@ -1,4 +1,4 @@
-"""The `embcache` command: what it shows, finds, converts and divides, and the meaning of its exit status."""
+"""The `embcache` command: its output, searches, conversions and budget splits, and the meaning of its exit status."""
 
 import json
 import math

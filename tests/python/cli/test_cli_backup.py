@@ -1,4 +1,4 @@
-"""`embcache ls`, `copy` and `prune`: what they show, copy and remove, beside saves, after kills, and of damaged checkpoints."""
+"""`embcache ls`, `copy` and `prune`: output, copies and removals, during saves, after kills, and of damaged checkpoints."""
 
 import os
 import threading

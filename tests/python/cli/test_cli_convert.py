@@ -1,4 +1,4 @@
-"""`embcache convert` where something is wrong: hostile layouts, names that no directory can have, a full file system."""
+"""Errors of `embcache convert`: hostile layouts, names that no directory can have, a full file system."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the `embcache` command shows and compares of ids that wait for rows, and what else it shows that is no row."""
+"""Pending ids and other data without a row in the output and comparisons of the `embcache` command."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`embcache top`: what it reads of live endpoints and files, what a frame says, and how it is drawn."""
+"""`embcache top`: reads live endpoints and files, and draws frames."""
 
 import io
 import json

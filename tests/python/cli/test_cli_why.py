@@ -1,4 +1,4 @@
-"""`embcache why` and `inspect`: what a chain of checkpoints tells of the life of an id, held against what was done to it."""
+"""`embcache why` and `inspect`: the history of an id in a chain of checkpoints, compared with the operations that were done."""
 
 import itertools
 import json

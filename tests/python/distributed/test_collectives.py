@@ -1,4 +1,4 @@
-"""What ranks say to each other goes from CPU to CPU, also where their group exchanges tensors of a device alone."""
+"""Ranks exchange control data between CPUs, also if their group exchanges only tensors of a device."""
 
 from typing import Any
 

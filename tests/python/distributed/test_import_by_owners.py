@@ -1,4 +1,4 @@
-"""Rows that any rank gives and that their owners take: `import_rows` of sharded modules, and `collective=True` of shards."""
+"""Imports of rows on any rank, which their owners take: `import_rows` of sharded modules, and `collective=True` of shards."""
 
 from typing import Any
 

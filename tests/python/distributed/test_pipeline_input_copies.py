@@ -1,4 +1,4 @@
-"""The ids of a batch are copied to the CPU on the stream on which a pipeline brings them, by stubs of streams."""
+"""The ids of a batch are copied to the CPU on the stream on which a pipeline brings them. Streams are stubs."""
 
 import tempfile
 from collections.abc import Iterator

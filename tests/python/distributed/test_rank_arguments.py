@@ -1,4 +1,4 @@
-"""Ranks agree on the arguments of a collective call before anything else in it: none waits for one that refuses them."""
+"""Ranks agree on the arguments of a collective call first, so that no rank waits for one that rejects them."""
 
 import re
 from collections.abc import Callable

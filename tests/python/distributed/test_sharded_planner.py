@@ -1,4 +1,4 @@
-"""TorchRec's planner with our sharders. A constraint that we do not support is refused, on every rank."""
+"""TorchRec's planner with this package's sharders. An unsupported constraint is rejected on every rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sharded training where ranks are not alike: batches of other sizes, an error on one of them, and what works afterwards."""
+"""Sharded training with ranks that differ: other batch sizes, an error on one rank, and the calls that work afterwards."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""TorchRec's pipelines and the lookahead pipeline on two ranks have the same bits as a plain loop."""
+"""TorchRec's pipelines and the lookahead pipeline on two ranks match a plain loop bit for bit."""
 
 import gc
 import inspect

@@ -1,4 +1,4 @@
-"""The figures of docs/benchmarks.md and README.md are made from results alone, by benches/python/document.py."""
+"""`benches/python/document.py` makes the figures of docs/benchmarks.md and README.md from results."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The worked examples in the docstrings of the public names run, and give what they say."""
+"""The examples in the docstrings of the public names run and give the results that they show."""
 
 import contextlib
 import doctest

@@ -1,4 +1,4 @@
-"""What the pages show is true: their code runs and prints what they say, and what cannot run here says why."""
+"""The code of the pages runs and prints the output that they show. Code that cannot run states the reason."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Each example runs briefly, and its exit status says whether all that it checks holds."""
+"""Each example runs briefly. Its exit status is 0 if all its checks hold."""
 
 import json
 import os

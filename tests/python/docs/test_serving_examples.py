@@ -1,4 +1,4 @@
-"""The examples of serving run: over HTTP, and in several processes beside a trainer."""
+"""The serving examples run: over HTTP, and in several processes next to a trainer."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""Lightning's own checkpoints with the tables beside them."""
+"""Lightning's own checkpoints together with the tables."""
 
 import warnings
 from pathlib import Path

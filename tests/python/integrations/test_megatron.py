@@ -1,4 +1,4 @@
-"""Tables in Megatron-Core's distributed checkpoints, beside tensors and objects, on one rank and on several."""
+"""Tables in Megatron-Core's distributed checkpoints, together with tensors and objects, on one rank and on several."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Torch has no memory at some call between a plan and its commit. Both tables of the lookup are as before, or refuse all use."""
+"""Allocations of torch that fail between a plan and its commit: both tables are unchanged, or poisoned."""
 
 import threading
 

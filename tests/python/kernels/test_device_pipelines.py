@@ -1,4 +1,4 @@
-"""Pipelines over a small device tier have the bits of a plain loop: on CPU tensors, and by `make test-cuda` on a GPU with NCCL."""
+"""Pipelines over a small device tier match a plain loop: on CPU tensors, and in `make test-cuda` on a GPU with NCCL."""
 
 import random
 import tempfile

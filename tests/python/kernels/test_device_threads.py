@@ -1,4 +1,4 @@
-"""Other threads copy rows of a device tier while one thread trains. The copies are whole, whichever kernels change the rows."""
+"""Other threads copy rows of a device tier while one thread trains. The copies are consistent for every kernel backend."""
 
 import threading
 

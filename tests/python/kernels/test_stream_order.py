@@ -1,4 +1,4 @@
-"""In no order in which streams may run does anybody read or write rows before those who came before are done."""
+"""In any order in which streams run, each read or write of rows comes after those that it depends on."""
 
 import gc
 import itertools

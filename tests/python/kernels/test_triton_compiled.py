@@ -1,4 +1,4 @@
-"""What is in the machine code of Triton's kernels, which is compiled here without a GPU, as `launch` launches them."""
+"""The machine code of Triton's kernels, compiled without a GPU with the flags of `launch`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The budgets of a collection, which its tables share."""
+"""The budgets of a collection, shared by its tables."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""TorchRec's eviction policies and RecSDK's configuration: each field is taken or refused by its name."""
+"""TorchRec's eviction policies and RecSDK's configuration: each field is converted, or rejected by name."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The optimizer with which a table of TorchRec's collections trains, for each way to choose it."""
+"""Every way to choose the optimizer of a table of TorchRec's collections."""
 
 from typing import Any
 

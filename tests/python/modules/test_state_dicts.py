@@ -1,4 +1,4 @@
-"""A `state_dict` notes that it lacks the rows, and it is not silently loaded where they are missing."""
+"""A `state_dict` notes that it has no rows, and does not load silently where rows are missing."""
 
 import copy
 import re

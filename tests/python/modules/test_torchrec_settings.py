@@ -1,4 +1,4 @@
-"""What users set in TorchRec's objects before this package gets them is kept, or refused by its name."""
+"""Settings that users made in TorchRec's objects are kept, or rejected by name."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows that were trained elsewhere: they come from TorchRec's modules with their optimizers, or by id from any arrays."""
+"""Import of rows trained elsewhere: of TorchRec's modules with their optimizers, or by id from any arrays."""
 
 import warnings
 from pathlib import Path

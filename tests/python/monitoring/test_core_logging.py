@@ -1,4 +1,4 @@
-"""Events of the core in Python's `logging`: names, levels, texts; from any thread, after a fork, at the end of a process."""
+"""Events of the core in Python's `logging`: names, levels and texts, from any thread, after a fork, and at process exit."""
 
 import logging
 import os

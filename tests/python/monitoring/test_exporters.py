@@ -1,4 +1,4 @@
-"""Exporters of `stats()`: what they say is what the tables count, in every format, read back by each format's own reader."""
+"""Exporters of `stats()` give the counts of the tables in every format, read with each format's own reader."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Torch's default dtype and device change no result, and fail no call."""
+"""Torch's default dtype and device change no result and fail no call."""
 
 import ast
 import contextlib

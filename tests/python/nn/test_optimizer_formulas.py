@@ -1,4 +1,4 @@
-"""The optimizers that torch does not have, against their formulas written a second time in float64; and all of them through DCP."""
+"""Optimizers that torch does not have, compared with their formulas in float64; and all optimizers through DCP."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Buffers that a caller fills anew: between a forward and its backward, and while the core reads them."""
+"""Buffers that a caller overwrites: between a forward and its backward, and while the core reads them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Whatever form a tensor has in memory, every call gives the results of its contiguous copy, to the bit."""
+"""For every memory layout of a tensor, each call gives the results of its contiguous copy, bit for bit."""
 
 import random
 from collections.abc import Callable

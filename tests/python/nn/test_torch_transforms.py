@@ -1,4 +1,4 @@
-"""Modules under what records or transforms a model, and under hooks on every parameter."""
+"""Modules under recording and transforming tools of torch, and under hooks on every parameter."""
 
 from collections.abc import Callable
 from pathlib import Path

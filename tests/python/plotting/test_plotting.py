@@ -1,4 +1,4 @@
-"""`embcache plot` and `torchrec_embcache.plotting`: which numbers are shown, how they are drawn, and what is refused."""
+"""`embcache plot` and `torchrec_embcache.plotting`: the numbers shown, the drawing, and rejected input."""
 
 import itertools
 import json

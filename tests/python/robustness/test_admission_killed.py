@@ -1,4 +1,4 @@
-"""Training that is killed in a step, a flush or a save goes on with the counts of a dict, on as many ranks and on others."""
+"""Training killed in a step, flush or save continues with the counts of a dict, on the same or other ranks."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Records on SSD that are not those that were written: every way to read them reports it."""
+"""Every way to read damaged records on SSD reports the damage."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Saves through DCP are killed at random. Then either the checkpoint before or the new one is there, whole."""
+"""Saves through DCP that are killed at random leave the previous or the new checkpoint, complete."""
 
 import itertools
 import os

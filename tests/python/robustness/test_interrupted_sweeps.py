@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of what sweeps a table: the sweep has come or it has not, nothing else is lost, and the next one goes on."""
+"""Ctrl-C at each line of a sweep: the sweep is complete or has not begun, nothing else is lost, and the next one works."""
 
 import gc
 import shutil

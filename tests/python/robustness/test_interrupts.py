@@ -1,4 +1,4 @@
-"""What cuts a run short: the interpreter's end, Ctrl-C, forks. Nothing hangs, nothing breaks, no pin stays."""
+"""Exit of the interpreter, Ctrl-C and forks: nothing hangs, nothing breaks, and no pin stays."""
 
 import gc
 import subprocess

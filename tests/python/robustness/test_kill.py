@@ -1,4 +1,4 @@
-"""A training process is killed in a step, a flush or a save. What goes on from there has the bits of one that was not killed."""
+"""A training process killed in a step, flush or save resumes bit for bit like one that was not killed."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Both ranks of a sharded model are killed at random, one shortly after the other. They resume one flush of both, whole."""
+"""Both ranks of a sharded model are killed at random, one shortly after the other. They resume one complete flush of both."""
 
 import os
 import random

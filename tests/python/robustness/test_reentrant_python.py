@@ -1,4 +1,4 @@
-"""Python code that runs while the core reads or changes device rows: signal handlers, finalisers, destructors. Nothing hangs."""
+"""Python code that runs while the core reads or changes device rows: signal handlers, finalizers, destructors. Nothing hangs."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Models whose tables are served compute what the trainer's model computes."""
+"""Models with served tables give the results of the trainer's model."""
 
 import copy
 import threading

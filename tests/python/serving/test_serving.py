@@ -1,4 +1,4 @@
-"""Tables that are served give what the trainer's tables gave when the checkpoint was saved, version by version."""
+"""Served tables give the values of the trainer's tables at each save, version by version."""
 
 import gc
 import os

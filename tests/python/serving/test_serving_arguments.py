@@ -1,4 +1,4 @@
-"""What lookups take and refuse, the names of what they give, and the command."""
+"""Arguments of lookups, the names of their results, and the command."""
 
 import ast
 import copy

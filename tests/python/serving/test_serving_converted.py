@@ -1,4 +1,4 @@
-"""A converted checkpoint is served with the trainer's deltas after it, which read as if they were converted."""
+"""A converted checkpoint is served with the trainer's later deltas, which read as if they were converted."""
 
 import threading
 from pathlib import Path

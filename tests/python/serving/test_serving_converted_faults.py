@@ -1,4 +1,4 @@
-"""A served conversion follows its trainer through damage, forks, rules of eviction, removed checkpoints, and two ranks."""
+"""A served conversion follows its trainer through damage, forks, eviction, removed checkpoints, and two ranks."""
 
 import random
 import shutil

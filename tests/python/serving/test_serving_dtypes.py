@@ -1,4 +1,4 @@
-"""Rows in the dtype in which they are stored, what was found of a lookup, and what is verified before it is served."""
+"""Rows in their stored dtype, the presence flags of a lookup, and verification before serving."""
 
 import json
 import resource

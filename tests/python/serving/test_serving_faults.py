@@ -1,4 +1,4 @@
-"""Whatever happens to the directory, to files in it and to the process, what is served is a published version."""
+"""After any fault of the directory, of its files or of the process, a published version is served."""
 
 import fcntl
 import shutil

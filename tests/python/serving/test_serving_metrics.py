@@ -1,4 +1,4 @@
-"""Whoever watches a server sees what it does: a sync that fails is logged, counted and scraped, and every figure has a metric."""
+"""Monitoring of a server: a failed sync is logged, counted and exported, and every figure has a metric."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Threads that look rows up beside those that open, close, let go and roll back: each reads a whole version, or is told why not."""
+"""Lookups in threads during open, close, release and rollback: each reads one whole version, or raises a typed error."""
 
 import copy
 import fcntl

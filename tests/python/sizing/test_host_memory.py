@@ -1,4 +1,4 @@
-"""Budgets in host RAM that the machine, or the process's cgroup, has no memory for."""
+"""Budgets of host RAM beyond the memory of the machine or of the process's cgroup."""
 
 import os
 import weakref

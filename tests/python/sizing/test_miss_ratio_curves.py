@@ -1,4 +1,4 @@
-"""The curves that `miss_ratio_curve` measures while a table trains, held against libCacheSim (CMU) on the same lookups."""
+"""The curves of `miss_ratio_curve`, measured while a table trains, compared with libCacheSim (CMU) on the same lookups."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Budgets: how they are divided, what is written and read of traffic, and what TorchRec's planner is given."""
+"""Budgets: their split, the stored traffic, and the input of TorchRec's planner."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Two ranks are killed amid a sweep, and three go on from their newest checkpoint: their rows are those of a dict."""
+"""Two ranks are killed in a sweep, and three continue from their newest checkpoint. Their rows equal those of a dict."""
 
 import os
 import signal

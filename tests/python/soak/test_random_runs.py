@@ -1,4 +1,4 @@
-"""Random runs on one to four ranks, one after the other, with other budgets and lookahead each: their rows are those of a dict."""
+"""Random runs on one to four ranks, one after the other, with different budgets and lookahead. Their rows equal those of a dict."""
 
 import copy
 import gc

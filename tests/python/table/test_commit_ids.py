@@ -1,4 +1,4 @@
-"""Tokens of flushes grow whatever the clock says, whoever flushes, and whatever is left on disk."""
+"""Commit ids of flushes increase for any clock, process and leftover files."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Flush and resume: what a kill leaves, whose directory it is, and one state of several tables."""
+"""Flush and resume: the state after a kill, the owner of a directory, and one state of several tables."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""What is saved with a flush, and models that are made again in one process."""
+"""Data saved with a flush, and models that are created again in one process."""
 
 import os
 import signal

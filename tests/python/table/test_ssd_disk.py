@@ -1,4 +1,4 @@
-"""Reports on the disk below SSD tiers: files of other ranks, room that is missing, full tiers; and what is logged."""
+"""Reports on the disk of SSD tiers: files of other ranks, missing space, full tiers, and log lines."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""Tiers are invisible: the bits are the same for all budgets, policies, lookaheads and numbers of threads."""
+"""Results are bitwise the same for all budgets, policies, lookaheads and numbers of threads."""
 
 import itertools
 

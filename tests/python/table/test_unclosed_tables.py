@@ -1,4 +1,4 @@
-"""Tables that nobody closes: what a resume finds after a normal end, a Ctrl-C, a drop, and between two flushes by schedule."""
+"""Tables that are never closed: the state after a normal exit, a Ctrl-C, a dropped reference, and between scheduled flushes."""
 
 import gc
 import logging

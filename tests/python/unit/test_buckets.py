@@ -1,4 +1,4 @@
-"""The bucket of an id: the core and torch have one rule, which golden values pin."""
+"""The bucket of an id is the same in the core and in torch, pinned by golden values."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Budgets, names, buckets, initializers and optimizers: what is refused, and with which words."""
+"""Budgets, names, buckets, initializers and optimizers: rejected values, and the words of the errors."""
 
 import pickle
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Batches are checked where the device that they name is not here: torch's fake tensors have a device and no memory."""
+"""Batches on a device that does not exist are checked: torch's fake tensors have a device and no memory."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Histograms of waits: what they count of real tables, and the arithmetic of their buckets."""
+"""Histograms of waits: their counts of real tables, and the arithmetic of their buckets."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The core takes arrays of rows in C order and of its own width, and refuses all others before anything has changed."""
+"""The core accepts arrays of rows in C order and of its own width, and rejects all others before any change."""
 
 from collections.abc import Callable
 from pathlib import Path

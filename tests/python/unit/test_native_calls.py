@@ -1,4 +1,4 @@
-"""The language border is crossed once a lookup and phase, whatever the number of tables and features."""
+"""A lookup makes one native call per phase, for any number of tables and features."""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The public surface, and what importing it costs."""
+"""The public names, and the cost of their import."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""A counter has one name, from the binding to the class that users see, and what the binding gives is frozen."""
+"""A counter has one name, from the binding to the public class, and the objects of the binding are frozen."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""Saves beside training: the checkpoint has the state of the call, deltas continue from it, and the future reports an error."""
+"""Async saves: the checkpoint has the state of the call, deltas continue from it, and the future reports an error."""
 
 import itertools
 import os

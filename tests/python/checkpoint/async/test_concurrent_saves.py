@@ -1,4 +1,4 @@
-"""Saves beside other work of a process: loads of the same directory, closing tables, forks, and the end of the interpreter."""
+"""Saves during other work of the process: loads of the same directory, closing tables, forks, and interpreter exit."""
 
 import subprocess
 import sys

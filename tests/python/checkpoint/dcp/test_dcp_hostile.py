@@ -1,4 +1,4 @@
-"""Metadata that lies although its checksums are right: it is refused with a typed error before anything is allocated for it."""
+"""Hostile metadata with valid checksums is rejected with a typed error before anything is allocated for it."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Chains of deltas: every one that a save publishes can be loaded."""
+"""Chains of deltas: every published one can be loaded."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Deltas: a load needs beside the last checkpoint what changed since, whatever happened between."""
+"""Deltas contain all changes since the previous checkpoint, after any history."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Random chains of checkpoints: every one that a save publishes loads, and has the rows of a plain dictionary."""
+"""Every published checkpoint of a random chain loads, and has the rows of a plain dictionary."""
 
 import os
 import random

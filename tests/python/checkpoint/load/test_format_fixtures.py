@@ -1,4 +1,4 @@
-"""Files of format 1, as this release and every later one reads them."""
+"""Files of format 1, which this release and every later one read."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The learning rate and `max_gradient` after a load: a run that was stopped trains by the rates of one that was not."""
+"""The learning rate and `max_gradient` after a load: a resumed run trains with the rates of an uninterrupted one."""
 
 from pathlib import Path
 from typing import Any

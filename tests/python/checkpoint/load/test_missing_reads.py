@@ -1,4 +1,4 @@
-"""What evaluation reads for an id without a row is in the manifest, so that a server of the checkpoint reads the same."""
+"""The manifest has the value that evaluation reads for a missing id, so that a server reads the same."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Block-level checkpoints: what is saved is what is loaded, by any shards, whole or in the parts that a filter picks."""
+"""Block-level checkpoints round-trip for any shards, whole or in the parts that a filter selects."""
 
 import json
 import threading

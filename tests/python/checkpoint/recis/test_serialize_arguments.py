@@ -1,4 +1,4 @@
-"""What block-level saves and loads are given, and what they say of it: filters, reports, optimizers, and a model's two parts."""
+"""Filters, reports and optimizers of block-level saves and loads, and a model's two parts."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Block-level checkpoints that are damaged, cut short, or changed while they are read."""
+"""Block-level checkpoints that are damaged, truncated, or changed while they are read."""
 
 import json
 import os

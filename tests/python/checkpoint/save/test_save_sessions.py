@@ -1,4 +1,4 @@
-"""Every way to save and load a checkpoint goes through the sessions, and what crosses the border is frozen and has names."""
+"""Every way to save and load a checkpoint uses the sessions, and the values that cross the binding are frozen and named."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints of a model's tables: what is saved is what is loaded, and nothing is half done."""
+"""Checkpoints of a model's tables round-trip, and no save or load is left incomplete."""
 
 import json
 import os

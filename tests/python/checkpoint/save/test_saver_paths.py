@@ -1,4 +1,4 @@
-"""Where a checkpoint may be: all rules on paths, owners and permission bits, for saves and for loads."""
+"""Allowed paths of checkpoints: all rules on paths, owners and permission bits, for saves and for loads."""
 
 import os
 import re

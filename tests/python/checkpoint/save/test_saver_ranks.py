@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: any number of ranks can load them, and an error on one rank is an error on all."""
+"""Checkpoints of several ranks: any number of ranks can load them, and an error on one rank is raised on all."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Any sequence of saves, loads and merges with training between: a new model loads what the last save to a directory saw."""
+"""After any sequence of saves, loads and merges with training between, a new model loads the state of the last save."""
 
 import os
 import random

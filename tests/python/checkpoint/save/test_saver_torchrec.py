@@ -1,4 +1,4 @@
-"""Checkpoints of TorchRec's collections, unsharded and sharded: each loads what the other saved."""
+"""Checkpoints of TorchRec's collections, unsharded and sharded: each loads the other's."""
 
 from pathlib import Path
 from typing import Any

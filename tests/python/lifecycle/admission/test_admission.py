@@ -1,4 +1,4 @@
-"""Admission: which ids get rows, in every kind of module, on one rank and on several."""
+"""Admission: the ids that get rows, in every kind of module, on one rank and on several."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""Ids without a row in every kind of kernels: what bags and sequences read for them, and what their gradients do."""
+"""Missing ids in every kernel backend: the values that bags and sequences read for them, and their gradients."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Counts that are forgotten because the memory for them is full, and counts that move to other buckets."""
+"""Counts that are dropped because their memory is full, and counts that move to other buckets."""
 
 import logging
 from typing import Any

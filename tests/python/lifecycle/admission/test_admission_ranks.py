@@ -1,4 +1,4 @@
-"""Counts of ids that wait for rows, in models of several ranks: of checkpoints that other ranks load, and under pipelines."""
+"""Pending ids on several ranks: checkpoints that other ranks load, and pipelines."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The counts of ids that wait for rows go through every door by which tables are saved, exactly as they were at the call."""
+"""Every way to save a table saves its admission counts exactly as they were at the call."""
 
 import threading
 import warnings

@@ -1,4 +1,4 @@
-"""Who is told of evicted rows: `on_evict` and `drain_evicted`."""
+"""Delivery of evicted rows: `on_evict` and `drain_evicted`."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""How telling of evicted rows ends, and how it goes on: Ctrl-C in `close()`, loads, tables that are dropped, forks."""
+"""End and continuation of the delivery of evicted rows: Ctrl-C in `close()`, loads, dropped tables, forks."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What docs/erasing.md says: after its steps no file has the bytes of a row that was removed, and before them some have."""
+"""The steps of docs/erasing.md leave no byte of a removed row in any file; before them some bytes exist."""
 
 import struct
 from pathlib import Path

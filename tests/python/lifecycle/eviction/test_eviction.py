@@ -1,4 +1,4 @@
-"""Eviction by rule: which rows leave a table, and when."""
+"""Eviction by rule: the rows that leave a table, and the step at which they leave."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""Rules that ranks agree on at each sweep: who is asked when, and that all ranks sweep, or none."""
+"""Rules that ranks agree on at each sweep: the tables asked at each step, and that all ranks sweep or none."""
 
 import itertools
 from dataclasses import dataclass

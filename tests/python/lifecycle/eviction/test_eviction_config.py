@@ -1,4 +1,4 @@
-"""Settings of eviction: what is refused before anything is made, and how they reach the core from every kind of module."""
+"""Settings of eviction: rejected values, and how the settings reach the core from every kind of module."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Sweeps whose reads and writes fail: typed errors, rows that can be read and saved, and training that goes on where it can."""
+"""Sweeps whose reads and writes fail: typed errors, rows that can be read and saved, and training that continues if it can."""
 
 import contextlib
 from collections.abc import Callable, Iterator

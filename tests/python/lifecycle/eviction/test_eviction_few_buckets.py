@@ -1,4 +1,4 @@
-"""Checkpoints with fewer buckets than there are ranks: all ranks take part in what they agree on, also those without a bucket."""
+"""Checkpoints with fewer buckets than ranks: all ranks take part in agreements, also those without a bucket."""
 
 import itertools
 from pathlib import Path

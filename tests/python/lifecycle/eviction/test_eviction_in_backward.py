@@ -1,4 +1,4 @@
-"""Sweeps that fail within a backward: the step is made, and so is the rest of the backward."""
+"""Sweeps that fail within a backward: the step and the rest of the backward are completed."""
 
 from typing import Any
 

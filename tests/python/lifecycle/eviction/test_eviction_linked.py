@@ -1,4 +1,4 @@
-"""Linked checkpoints of tables whose rows leave by time: ranks that go on from one forget as those that never ended."""
+"""Linked checkpoints of tables with eviction by time: resumed ranks expire rows like uninterrupted ones."""
 
 from pathlib import Path
 from typing import Any

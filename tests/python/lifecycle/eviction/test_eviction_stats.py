@@ -1,4 +1,4 @@
-"""What the counters and the log say of the rows that sweeps took: how many each rule took."""
+"""Counters and log lines of sweeps: the number of rows that each rule removed."""
 
 import logging
 import random

@@ -1,4 +1,4 @@
-"""Cuts of a table's rows by their order, held against a sorted list."""
+"""Thresholds that keep a number of rows in eviction order, compared with a sorted list."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What ranks agree on before they sweep, and which tables a save sweeps. The tables here only say what they are asked."""
+"""Agreement of ranks before a sweep, and the tables that a save sweeps. The tables here only record the calls."""
 
 import threading
 from collections.abc import Callable

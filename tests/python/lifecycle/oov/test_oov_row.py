@@ -1,4 +1,4 @@
-"""`not_admitted="oov"`: one row for all ids of a table that are refused one, which their gradients train."""
+"""`not_admitted="oov"`: one row of a table for all ids that are not admitted, trained by their gradients."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""The row that refused ids share, on several ranks: all have the same, and it is trained as on one rank."""
+"""The OOV row on several ranks: it is equal on all of them, and trained as on one rank."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Event time, which a user sets: it is not lost where a table is made anew or loaded, and where it goes on from."""
+"""Event time set by the user: it survives a new table and a load, and continues from the saved time."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Eviction by time in seconds: rows leave by when they were trained, on any ranks, and after any resume."""
+"""Eviction by time in seconds: rows expire by their last training time, on any ranks and after any resume."""
 
 import random
 from typing import Any
