@@ -49,7 +49,8 @@ def works_while_swapped(door: Any, bag: Any, place: Place, owner: Any, name: str
 
 SAVE_STAGES = [
     (save, _native, "CheckpointDirectory.open_to_save"), (save, _native, "CheckpointSave"), (save, _native, "CheckpointWriter"),
-    (save_blocks, _native, "CheckpointDirectory.open_to_save"), (save_blocks, RecisSession, "begin"), (save_blocks, RecisSession, "open_files"),
+    (save_blocks, _native, "CheckpointDirectory.open_to_save"), (save_blocks, RecisSession, "begin"),
+    (save_blocks, RecisSession, "open_files"),
     (save_blocks, saver, "write_shard"), (save_blocks, RecisSession, "publish"),
 ]  # fmt: skip
 
@@ -71,7 +72,8 @@ def test_directory_swapped_for_a_link_in_a_save_is_not_followed(
 
 LOAD_STAGES = [
     (load, _native, "CheckpointDirectory.open_to_load"), (load, _native, "latest_checkpoint"), (load, _native, "CheckpointReader"),
-    (load_blocks, _native, "CheckpointDirectory.open_to_load"), (load_blocks, _native, "RecisReader"), (load_blocks, loader, "RecisCheckpoint"),
+    (load_blocks, _native, "CheckpointDirectory.open_to_load"), (load_blocks, _native, "RecisReader"),
+    (load_blocks, loader, "RecisCheckpoint"),
 ]  # fmt: skip
 
 

@@ -105,7 +105,8 @@ def test_directory_constantly_swapped_for_a_link_is_not_followed(door: Door, pla
 DCP_STAGES = [
     (save_by_dcp, "CheckpointDirectory.open_to_save"), (save_by_dcp, "remove_stale_parts"), (save_by_dcp, "CheckpointPart"),
     (save_by_dcp, "CheckpointSave"),
-    (save_beside_by_dcp, "CheckpointDirectory.open_to_save"), (save_beside_by_dcp, "CheckpointPart"), (save_beside_by_dcp, "CheckpointSave"),
+    (save_beside_by_dcp, "CheckpointDirectory.open_to_save"), (save_beside_by_dcp, "CheckpointPart"),
+    (save_beside_by_dcp, "CheckpointSave"),
 ]  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def test_directory_swapped_in_a_dcp_save_gets_nothing_written(
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("name", ["Directory.to_load", "latest_checkpoint", "CheckpointReader"])
+@pytest.mark.parametrize("name", ["CheckpointDirectory.open_to_load", "latest_checkpoint", "CheckpointReader"])
 def test_directory_swapped_in_a_dcp_load_is_not_read(
     name: str, after: bool, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

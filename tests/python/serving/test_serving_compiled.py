@@ -1,4 +1,4 @@
-"""Tracing and compiling modules that are served, and TorchRec's own: the statements of docs/serving-models.md hold."""
+"""Tracing and compiling of models with served modules, as docs/serving-models.md describes them."""
 
 import copy
 import gc

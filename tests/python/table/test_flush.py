@@ -488,7 +488,11 @@ def kill_on_ranks(rank, _size, root, follows):
     train(bag, BATCHES[2:4])
     flushed = Contents.of(bag)
     with pytest.MonkeyPatch.context() as patch:
-        for cut in ("commit_as_participant",) if follows else ("commit_as_coordinator", "commit_as_participant", "forget_commits"):
+        for cut in (
+            ("commit_as_participant",)
+            if follows
+            else ("commit_as_coordinator", "commit_as_participant", "forget_commits")
+        ):
             patch.setattr(f"torchrec_embcache.publish.CommitParticipant.{cut}", lambda *_: None)
         flush(bag)
     shard_of(bag.table).native.close()

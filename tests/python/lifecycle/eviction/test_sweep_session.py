@@ -50,7 +50,7 @@ class Table:
     @property
     def native(self) -> Any:
         return SimpleNamespace(
-            is_no_new_rows=lambda: self.no_new_rows,
+            is_read_only=lambda: self.no_new_rows,
             check_writable=self.check_writable,
             prepare_sweep=lambda _rule: None,
         )
