@@ -31,7 +31,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from torchrec_embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig, TierBudgets, cache_modules
-from torchrec_embcache.lightning import EmbCacheCheckpoint
+from torchrec_embcache.integrations.lightning import EmbCacheCheckpoint
 
 FEATURES = ["who", "what"]
 IDS = 6_000  # per feature

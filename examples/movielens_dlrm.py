@@ -55,11 +55,11 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import UnsupportedError
 from torchrec_embcache.monitoring import JsonlLogger
-from torchrec_embcache.saver import Saver
 from torchrec_embcache.sizing import traffic_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 DIM = 16
 BATCH = 512

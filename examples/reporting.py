@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = ["Checks", "Course", "rows_of", "show_tiers"]
 

@@ -37,7 +37,7 @@ from torchrec_embcache import (
     TierBudgets,
     cache_modules,
 )
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
 
 FEATURES = ["who", "what", "where"]
 

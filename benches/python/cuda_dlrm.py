@@ -43,7 +43,7 @@ from dlrm import (
 )
 from results import Row, merge, row, setting
 from torchrec_embcache import TierBudgets, cache_modules
-from torchrec_embcache.triton_kernels import launch
+from torchrec_embcache._kernels.triton import launch
 
 FULL = Scale(10_000_000, SAMPLES, 100, 20, 7, 2, "s3fifo")
 SMOKE = Scale(800, 4, 1, 2, 1, 1, "s3fifo")

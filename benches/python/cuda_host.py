@@ -45,9 +45,9 @@ from dlrm import (
 )
 from results import Row, row
 from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets
-from torchrec_embcache.device_tier import DeviceTier
-from torchrec_embcache.triton_backend import TritonRowMover
-from torchrec_embcache.triton_kernels import launch
+from torchrec_embcache._device.tier import DeviceTier
+from torchrec_embcache._kernels.triton import launch
+from torchrec_embcache._kernels.triton_backend import TritonRowMover
 
 FULL = Scale(10_000_000, SAMPLES, 100, 20, 7, 2, "s3fifo")
 SMOKE = Scale(80_000, 256, 4, 3, 1, 2, "s3fifo")

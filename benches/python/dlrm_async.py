@@ -21,7 +21,7 @@ import torch
 from dlrm import DIM, SAMPLES, TABLES, THREADS, Batches, Scale, Side, Stream, make_ours, one_rank
 from results import row
 from torchrec_embcache import TierBudgets
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
 
 NAME = "save_async_step_slowdown"
 # Bytes of the host budget per row of DIM floats, with its metadata, index and policy, and some headroom.

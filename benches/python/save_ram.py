@@ -21,7 +21,7 @@ from dlrm import TABLES, THREADS, Batches, Scale, Side, Stream, make_ours
 from dlrm_async import BATCHES_AHEAD, ROW_BYTES, run
 from results import row
 from torchrec_embcache import TierBudgets
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
 
 NAME = "save_extra_ram_bytes"
 # The value of M_MMAP_THRESHOLD in <malloc.h>.

@@ -10,33 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 from . import admission, eviction, exceptions, initializers, optimizers
 from ._native import __version__ as __version__
-from .cache import CacheTable, EvictedRows, FoundRows, RowChunk, RowMetadata
+from ._ssd.autoflush import close_all
 from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
-from .lifetime import close_all
-from .miss_ratios import MissRatioCurve
+from .model import cache_modules, flush
+from .model._evict import evict
+from .model._set_time import set_time
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
-from .sessions.event_time import set_time
-from .sessions.sweep import evict
 from .stats import AdmissionStats, EvictionStats, Histogram, SsdStats, TableStats, TierStats
-from .whole_model import cache_modules, flush
+from .table.cache_table import CacheTable, EvictedRows, FoundRows, RowChunk, RowMetadata
+from .table.miss_ratio_curve import MissRatioCurve
 
 if TYPE_CHECKING:
-    from .dcp import EmbCacheStorageReader, EmbCacheStorageWriter
+    from .checkpoint import Saver
+    from .checkpoint.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
+    from .distributed import (
+        EmbCacheEmbeddingBagCollectionSharder,
+        EmbCacheEmbeddingCollectionSharder,
+        EmbCacheShardedEmbeddingBagCollection,
+        EmbCacheShardedEmbeddingCollection,
+    )
+    from .distributed.train_pipeline import EmbCacheTrainPipelineSparseDist
     from .modules import (
         EmbCacheEmbeddingBagCollection,
         EmbCacheEmbeddingBagConfig,
         EmbCacheEmbeddingCollection,
         EmbCacheEmbeddingConfig,
     )
-    from .saver import Saver
-    from .sharded import (
-        EmbCacheEmbeddingBagCollectionSharder,
-        EmbCacheEmbeddingCollectionSharder,
-        EmbCacheShardedEmbeddingBagCollection,
-        EmbCacheShardedEmbeddingCollection,
-    )
-    from .train_pipeline import EmbCacheTrainPipelineSparseDist
 
 __all__ = [
     "AdmissionStats",
@@ -83,19 +83,19 @@ __all__ = [
 # Maps public names to their modules, which are imported on first use because they need TorchRec, DCP or torch.distributed.
 _LAZY: dict[str, str] = {
     "EmbCacheEmbeddingBagCollection": "modules",
-    "EmbCacheEmbeddingBagCollectionSharder": "sharded",
+    "EmbCacheEmbeddingBagCollectionSharder": "distributed",
     "EmbCacheEmbeddingBagConfig": "modules",
     "EmbCacheEmbeddingCollection": "modules",
-    "EmbCacheEmbeddingCollectionSharder": "sharded",
+    "EmbCacheEmbeddingCollectionSharder": "distributed",
     "EmbCacheEmbeddingConfig": "modules",
-    "EmbCacheShardedEmbeddingBagCollection": "sharded",
-    "EmbCacheShardedEmbeddingCollection": "sharded",
-    "EmbCacheStorageReader": "dcp",
-    "EmbCacheStorageWriter": "dcp",
-    "EmbCacheTrainPipelineSparseDist": "train_pipeline",
-    "Saver": "saver",
+    "EmbCacheShardedEmbeddingBagCollection": "distributed",
+    "EmbCacheShardedEmbeddingCollection": "distributed",
+    "EmbCacheStorageReader": "checkpoint.dcp",
+    "EmbCacheStorageWriter": "checkpoint.dcp",
+    "EmbCacheTrainPipelineSparseDist": "distributed.train_pipeline",
+    "Saver": "checkpoint",
 }
-_NEED_TORCHREC = {"modules", "sharded", "train_pipeline"}
+_NEED_TORCHREC = {"modules", "distributed", "distributed.train_pipeline"}
 
 # `from torchrec_embcache import *` gets every name in `__all__`.
 if not all(map(find_spec, ("torchrec", "fbgemm_gpu"))):

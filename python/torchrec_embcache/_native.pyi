@@ -12,58 +12,8 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ._native_checkpoint import (
-    BaseCheckpoint as BaseCheckpoint,
-    RecisReader as RecisReader,
-    RecisRun as RecisRun,
-    RecisSave as RecisSave,
-    RecisBlockShape as RecisBlockShape,
-    RecisBlockSpec as RecisBlockSpec,
-    ChangeCounts as ChangeCounts,
-    ChainCompaction as ChainCompaction,
-    CheckpointId as CheckpointId,
-    CheckpointSnapshot as CheckpointSnapshot,
-    CheckpointPart as CheckpointPart,
-    CheckpointReader as CheckpointReader,
-    CheckpointRows as CheckpointRows,
-    CheckpointSave as CheckpointSave,
-    CheckpointWriter as CheckpointWriter,
-    CheckpointCopyReport as CheckpointCopyReport,
-    ManifestDigest as ManifestDigest,
-    CheckpointDirectory as CheckpointDirectory,
-    LinkedSegments as LinkedSegments,
-    IdHistoryEntry as IdHistoryEntry,
-    NewestCheckpoint as NewestCheckpoint,
-    CountedIds as CountedIds,
-    PruneReport as PruneReport,
-    PublishedCheckpoint as PublishedCheckpoint,
-    RowWriteBatch as RowWriteBatch,
-    SavedTable as SavedTable,
-    RecisShardOutcome as RecisShardOutcome,
-    StreamRange as StreamRange,
-    RecisTableInfo as RecisTableInfo,
-    TableStep as TableStep,
-    AsyncSaveTable as AsyncSaveTable,
-    TableWriteStats as TableWriteStats,
-    IdExpiry as IdExpiry,
-    WrittenPart as WrittenPart,
-    RecisWrittenTable as RecisWrittenTable,
-    chunk_checksums as chunk_checksums,
-    latest_checkpoint as latest_checkpoint,
-    newest_checkpoint as newest_checkpoint,
-    prune_checkpoints as prune_checkpoints,
-    remove_stale_parts as remove_stale_parts,
-    work_in_background as work_in_background,
-)
-from ._native_serving import (
-    ServeIndexReport as ServeIndexReport,
-    ServedTable as ServedTable,
-    ServedVersion as ServedVersion,
-    TableServer as TableServer,
-    ServingStats as ServingStats,
-    check_serving_index as check_serving_index,
-    build_serving_index as build_serving_index,
-)
+from ._native_checkpoint import (AsyncSaveTable as AsyncSaveTable, BaseCheckpoint as BaseCheckpoint, ChainCompaction as ChainCompaction, ChangeCounts as ChangeCounts, CheckpointCopyReport as CheckpointCopyReport, CheckpointDirectory as CheckpointDirectory, CheckpointId as CheckpointId, CheckpointPart as CheckpointPart, CheckpointReader as CheckpointReader, CheckpointRows as CheckpointRows, CheckpointSave as CheckpointSave, CheckpointSnapshot as CheckpointSnapshot, CheckpointWriter as CheckpointWriter, CountedIds as CountedIds, IdExpiry as IdExpiry, IdHistoryEntry as IdHistoryEntry, LinkedSegments as LinkedSegments, ManifestDigest as ManifestDigest, NewestCheckpoint as NewestCheckpoint, PruneReport as PruneReport, PublishedCheckpoint as PublishedCheckpoint, RecisBlockShape as RecisBlockShape, RecisBlockSpec as RecisBlockSpec, RecisReader as RecisReader, RecisRun as RecisRun, RecisSave as RecisSave, RecisShardOutcome as RecisShardOutcome, RecisTableInfo as RecisTableInfo, RecisWrittenTable as RecisWrittenTable, RowWriteBatch as RowWriteBatch, SavedTable as SavedTable, StreamRange as StreamRange, TableStep as TableStep, TableWriteStats as TableWriteStats, WrittenPart as WrittenPart, chunk_checksums as chunk_checksums, latest_checkpoint as latest_checkpoint, newest_checkpoint as newest_checkpoint, prune_checkpoints as prune_checkpoints, remove_stale_parts as remove_stale_parts, work_in_background as work_in_background)
+from ._native_serving import (ServeIndexReport as ServeIndexReport, ServedTable as ServedTable, ServedVersion as ServedVersion, ServingStats as ServingStats, TableServer as TableServer, build_serving_index as build_serving_index, check_serving_index as check_serving_index)
 
 __version__: str  # of the package
 
@@ -435,7 +385,7 @@ class TableExport:
 
 @final
 class CommitDirectory:
-    """A directory of table directories (`ssd_dir`), with the commit records of flushes; `publish.py` has the order of calls."""
+    """A directory of table directories (`ssd_dir`), with the commit records of flushes; `_ssd/commit.py` has the order of calls."""
 
     def __new__(cls, ssd_dir: str, path_checks: Literal["strict", "trusted"]) -> CommitDirectory: ...
     def identify(self, random: int) -> int: ...  # its id; `random` (64 bits) becomes the id if there is none. Makes existing commit records durable

@@ -1,6 +1,6 @@
 """The part of `_native` that saves and loads checkpoints (`rust/core/src/checkpoint`). This module does not exist at run time.
 
-`sessions` documents the order of calls of a save and of a load. Shapes: n rows, V floats of a row's vector part, as in `_native`.
+`torchrec_embcache.checkpoint` documents the order of calls of a save and of a load. Shapes: n rows, V floats of a row's vector part, as in `_native`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ._native import F32, I64, RowBlock, RowMetadata, Table
+from ._native import (F32, I64, RowBlock, RowMetadata, Table)
 
 @final
 class CheckpointId:

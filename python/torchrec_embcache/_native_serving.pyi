@@ -8,7 +8,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ._native import F32, I64, CheckpointDirectory
+from ._native import CheckpointDirectory, F32, I64
 
 @final
 class TableServer:

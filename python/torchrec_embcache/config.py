@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from ._paths import check_path
 from .exceptions import ConfigError
-from .paths import check_path
 
 __all__ = [
     "DEFAULT_TOTAL_NUM_BUCKETS",

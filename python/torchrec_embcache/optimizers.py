@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ._hyperparameters import Hyperparameters, check_hyperparameters, check_max_gradient
 from .exceptions import MismatchError, UnsupportedError
-from .hyperparameters import Hyperparameters, check_hyperparameters, check_max_gradient
 
 __all__ = [
     "FTRL",

@@ -21,10 +21,10 @@ a block. `docs/design-checkpoint.md` describes the files. Every byte has a check
 rejected: RecIS reserves them.
 """
 
-from .blocks.given import split_sparse_dense_state_dict
-from .blocks.loader import BlockLoader, LoadedBlocks, LoadInfo
-from .blocks.saver import BlockSaver
-from .blocks.schema import WriteBlock
+from .checkpoint.recis._arguments import split_sparse_dense_state_dict
+from .checkpoint.recis._schema import WriteBlock
+from .checkpoint.recis.loader import BlockLoader, LoadedBlocks, LoadInfo
+from .checkpoint.recis.saver import BlockSaver
 
 __all__ = [
     "BlockLoader",

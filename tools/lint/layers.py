@@ -34,169 +34,46 @@ RUST_LAYERS = [
     {"checkpoint"},
     {"serve"},
 ]
-# Module: the modules of the package it may import, those that these import included.
-_BASE = {
-    "exceptions",
-    "closing",
-    "buckets",
-    "config",
-    "paths",
-    "initializers",
-    "admission",
-    "agreement",
-    "cuts",
-    "eviction",
-    "lifecycle",
-    "hyperparameters",
-    "optimizers",
-    "stats",
-    "miss_ratios",
-    "publish",
-    "collective",
-    "tracing",
-    "shared_rows",
-    "flushing",
-    "lifetime",
-    "disk",
-    "host_memory",
-    "gradients",
-    "under_way",
-    "resuming",
-}
-_DEVICE = {"device_tier", "pinned_memory", "stream_order"}
-_SHARD = _BASE | {
-    *_DEVICE,
-    "torch_updates",
-    "kernels",
-    "backends",
-    "rows",
-    "telling",
-    "owners",
-    "table_settings",
-    "table_shard",
-}
-_TABLE = _SHARD | {"sweeping", "table_copy", "table_warnings", "row_notes", "cache"}
-_CACHE = _TABLE | {"bags", "host_copies", "lookahead", "lookup", "profiling", "whole_model", "state_dicts"}
-_SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
-_SAVER = _SHARDS | {"beside", "saving", "sessions", "folder"}
-PYTHON_IMPORTS: dict[str, set[str]] = {
-    **{name: set() for name in ("agreement", "pinned_memory", "profiling", "reports", "stream_order", "tracing")},
-    "lookahead": {"profiling"},
-    **{name: {"exceptions"} for name in ("collective", "gradients", "hyperparameters", "stats")},
-    **{name: {"exceptions"} for name in ("shared_rows", "under_way")},
-    "device_tier": {"exceptions", "pinned_memory", "stream_order"},
-    "host_copies": {"pinned_memory", "stream_order"},
-    **{name: set() for name in ("exceptions", "closing", "buckets", "tensor_bytes")},
-    "config": {"exceptions", "paths"},
-    "paths": {"exceptions"},
-    "miss_ratios": {"exceptions", "config", "closing"},
-    "publish": {"exceptions", "config"},
-    "flushing": {"exceptions", "config", "collective", "publish"},
-    "lifetime": {"exceptions", "config", "collective", "publish", "flushing", "disk"},
-    "disk": {"exceptions", "config", "publish"},
-    "resuming": {"exceptions", "config", "publish", "disk"},
-    **{name: {"exceptions", "config"} for name in ("admission", "host_memory", "initializers")},
-    "cuts": {"exceptions", "agreement"},
-    "eviction": {"exceptions", "config", "agreement", "cuts"},
-    "lifecycle": {"exceptions", "config", "admission", "agreement", "cuts", "eviction"},
-    "lifecycle_configs": {"exceptions", "config", "admission", "agreement", "cuts", "eviction"},
-    "optimizers": {"exceptions", "config", "hyperparameters"},
-    "torch_updates": _DEVICE | {"exceptions", "config", "hyperparameters", "optimizers"},
-    "kernels": _BASE | _DEVICE | {"torch_updates"},
-    "triton_kernels": _DEVICE | {"exceptions", "hyperparameters"},
-    "triton_backend": _BASE | _DEVICE | {"torch_updates", "kernels", "triton_kernels"},
-    "backends": _BASE | _DEVICE | {"torch_updates", "kernels", "triton_backend", "triton_kernels"},
-    "rows": {"exceptions", "config", "optimizers"},
-    "owners": {"exceptions", "config", "optimizers", "collective", "buckets", "rows"},
-    "table_settings": {
-        "exceptions",
-        "buckets",
-        "config",
-        "initializers",
-        "admission",
-        "agreement",
-        "cuts",
-        "eviction",
-        "lifecycle",
-        "optimizers",
-        "rows",
-        "telling",
-    },
-    "telling": {"exceptions", "config", "optimizers", "rows"},
-    "table_shard": _SHARD,
-    "sweeping": _SHARD,
-    "table_copy": _SHARD,
-    **dict.fromkeys(("row_notes", "table_warnings"), _SHARD),
-    "cache": _TABLE,
-    "progress": {"exceptions"},
-    "lookup": _TABLE | {"bags", "lookahead", "profiling"},
-    "whole_model": _TABLE,
-    "state_dicts": _TABLE | {"whole_model"},
-    "bags": {"exceptions", "rows", "config", "optimizers"},
-    "table_module": _CACHE,
-    "nn": _CACHE | {"table_module"},
-    "modules": _CACHE | {"nn", "lifecycle_configs"},
-    "sizing": _TABLE | {"whole_model"},
-    "sharded": _CACHE | {"nn", "lifecycle_configs", "modules", "sizing"},
-    "train_pipeline": _CACHE | {"nn", "lifecycle_configs", "modules", "sharded", "sizing"},
-    "beside": _TABLE,
-    "table_names": {"exceptions"},
-    "save_log": {"collective", "reports"},
-    "shards": _TABLE | {"whole_model"},
-    "saving": _SHARDS,
-    "sessions": _SHARDS | {"beside", "saving", "folder"},
-    "saver": _SAVER | {"save_log"},
-    "folder": {"exceptions", "paths"},
-    "blocks": _CACHE | _SAVER | {"nn", "tensor_bytes"},
-    "serialize": _CACHE | _SAVER | {"nn", "blocks", "tensor_bytes"},
-    "dcp": _SAVER | {"tensor_bytes"},
-    "lightning": _CACHE | _SAVER | {"saver", "save_log", "monitoring"},
-    "serving": _CACHE | {"nn", "lifecycle_configs", "modules", "table_names"},
-    "monitoring": _CACHE | {"nn", "lifecycle_configs", "modules", "table_names", "serving"},
-    "plotting": _CACHE | {"table_names", "monitoring", "sizing"},
-    "megatron": _SAVER | {"saver", "save_log"},
-}
-# Package or module of it: who alone may import it.
+PYTHON_LAYERS = [
+    {"exceptions", "_buckets", "_closing", "_profiling"},
+    {"stats", "initializers", "_autograd", "_device", "_dist", "_hyperparameters", "_paths", "_saves_in_flight"},
+    {"config", "optimizers", "_fs"},
+    {"admission", "eviction", "_kernels", "_ssd"},
+    {"table"},
+    {"model", "_lookup"},
+    {"nn", "sizing"},
+    {"modules", "checkpoint"},
+    {"distributed", "serialize", "serving"},
+    {"monitoring"},
+    {"plotting", "integrations"},
+    {"cli"},
+    {"__main__"},
+]
+# Package or module of it: the modules that alone may import it.
 RESERVED = {
-    "torchrec": {"modules", "serving", "sharded", "train_pipeline"},
+    "torchrec": {"modules", "serving", "distributed"},
     "torchrec_embcache._native": {
         "__init__",  # the version
-        "buckets",
-        "table_settings",
-        "table_shard",
-        "table_warnings",
-        "telling",
-        "rows",
-        "stats",
-        "miss_ratios",
-        "initializers",
+        "_buckets",
+        "_device",
+        "_kernels",
+        "_lookup",
+        "_paths",
+        "_ssd",
         "admission",
-        "agreement",
-        "cuts",
-        "eviction",
-        "lifecycle",
-        "sweeping",
-        "owners",
-        "device_tier",
-        "kernels",
-        "triton_backend",
-        "lookahead",
-        "lookup",
-        "publish",
-        "disk",
-        "paths",
-        "beside",
-        "saving",
-        "sessions",
-        "blocks",
-        "dcp",
-        "serving",
+        "checkpoint",
         "cli",
+        "eviction",
+        "initializers",
+        "model",
+        "serving",
+        "stats",
+        "table",
     },
-    "torch.distributed.checkpoint": {"dcp", "cli"},
-    "triton": {"triton_kernels"},
-    "megatron": {"megatron"},
-    "lightning": {"lightning"},
+    "torch.distributed.checkpoint": {"checkpoint", "cli"},
+    "triton": {"_kernels"},
+    "megatron": {"integrations"},
+    "lightning": {"integrations"},
     "prometheus_client": {"monitoring", "cli"},
     "tensorboard": set(),
     "matplotlib": {"plotting"},
@@ -346,15 +223,16 @@ def loggers() -> Iterator[str]:
 
 
 def python_directions() -> Iterator[str]:
-    """A module of the package imports only the modules that PYTHON_IMPORTS lists for it."""
+    """A module of the package imports only from layers below its own (PYTHON_LAYERS)."""
+    level = {name: number for number, layer in enumerate(PYTHON_LAYERS) for name in layer}
     for path, module, names in package_modules():
-        if module in {"__init__", "cli", "__main__"}:
+        if module == "__init__":
             continue
-        if module not in PYTHON_IMPORTS:
-            yield f"{path}: add module {module!r} to PYTHON_IMPORTS"
+        if module not in level:
+            yield f"{path}: add module {module!r} to PYTHON_LAYERS"
             continue
-        others = {name.split(".")[1] for name in names if name.startswith("torchrec_embcache.")} & PYTHON_IMPORTS.keys()
-        yield from (f"{path} imports {other}" for other in sorted(others - PYTHON_IMPORTS[module] - {module}))
+        others = {name.split(".")[1] for name in names if name.startswith("torchrec_embcache.")} - {module}
+        yield from (f"{path} imports {other}" for other in sorted(others) if level.get(other, -1) >= level[module])
 
 
 def heavy_packages() -> Iterator[str]:

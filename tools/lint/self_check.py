@@ -49,7 +49,7 @@ def examples(folder: Path) -> None:
     assert set(positional_booleans(source)) == {"f(a)", "C.g(c)"}
     source = "A = tuple[int, int]\nclass B:\n    c: list[dict[str, int]]\n    def d(self, e: Any) -> list[int]: ...\n"
     assert set(types_without_names(source)) == {"line 1: tuple", "line 3: dict", "line 4: Any"}
-    below = "torchrec_embcache.sharded"
+    below = "torchrec_embcache.distributed"
     assert python_imports("from ..cache import Lookup", below) == {
         "torchrec_embcache.cache",
         "torchrec_embcache.cache.Lookup",

@@ -16,21 +16,21 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from torchrec_embcache import __version__
+from torchrec_embcache._paths import PathChecks, default_checks, override_default_checks
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError
-from torchrec_embcache.paths import PathChecks, default_checks, override_default_checks
 
 from .advise import add_advise
 from .backup import add_backup
 from .checkpoints import compact, inspect, reshard, verify
 from .compare import diff
-from .convert import ConvertSettings, convert
+from .convert.command import ConvertSettings, convert
+from .convert.layouts import READERS
+from .convert.serving import PRECISIONS, check_serving_settings, convert_to_serving
+from .convert.sinks import SINKS
 from .index import build_index
-from .layouts import READERS
 from .plot import add_plot
 from .report import EXIT_FAILED, CommandReport
-from .serving import PRECISIONS, check_serving_settings, convert_to_serving
-from .sinks import SINKS
-from .top import DEFAULT_URL, top
+from .top.command import DEFAULT_URL, top
 from .why import why
 
 __all__ = ["main"]

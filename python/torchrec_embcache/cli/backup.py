@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable
 
 from torchrec_embcache import _native
+from torchrec_embcache._paths import open_to_load, open_to_save
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.paths import open_to_load, open_to_save
 
 from .checkpoints import OpenCheckpoint, checkpoints_grid, list_checkpoints, open_other_directory
 from .report import CommandReport

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from torchrec_embcache import _native
-from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
-from torchrec_embcache.paths import (
+from torchrec_embcache._dist.ranks import SingleRank
+from torchrec_embcache._paths import (
     CheckedPath,
     CheckpointDirectory,
     default_checks,
@@ -22,9 +22,9 @@ from torchrec_embcache.paths import (
     open_to_save,
     path_exists,
 )
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.sessions.load import open_newest
-from torchrec_embcache.sessions.ranks import SingleRank
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.checkpoint._load import open_newest
+from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
 
 from .report import EXIT_FOUND, CommandReport, ReportTable, date_text
 from .rules import count_step_times, table_sweeps

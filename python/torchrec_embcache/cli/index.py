@@ -3,7 +3,7 @@
 import os
 
 from torchrec_embcache import _native
-from torchrec_embcache.paths import CheckedPath, open_to_load, open_to_save
+from torchrec_embcache._paths import CheckedPath, open_to_load, open_to_save
 
 from .checkpoints import CHECKPOINT_NAME
 from .report import CommandReport

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from torchrec_embcache._paths import check_path
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.paths import check_path
 
 from .report import CommandReport
 
@@ -50,7 +50,7 @@ def _plot(args: argparse.Namespace) -> CommandReport:
             f"{len(panels)} diagrams are too many for one picture: choose some tables by --table NAME, for {_MAX_PANELS} at most"
         )
     if output is not None:
-        from torchrec_embcache.plotting.drawing import png, svg
+        from torchrec_embcache.plotting._drawing import png, svg
 
         if args.output.lower().endswith(".svg"):
             data = svg(panels, dark=args.dark).encode()

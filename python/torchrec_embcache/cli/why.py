@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
-from torchrec_embcache.buckets import buckets_of
+from torchrec_embcache._buckets import buckets_of
 from torchrec_embcache.exceptions import InputError, MismatchError
 
 from .checkpoints import OpenCheckpoint

@@ -1,4 +1,4 @@
-"""TorchRec's collections and configs over tables larger than memory, unsharded; `sharded` has the sharded ones."""
+"""TorchRec's collections and configs over tables larger than memory, unsharded; `distributed` has the sharded ones."""
 
 from .collections import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection
 from .configs import EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig

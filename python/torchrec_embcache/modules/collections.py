@@ -12,14 +12,14 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from torchrec_embcache._device.host_copies import host_copies
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
-from torchrec_embcache.host_copies import host_copies
-from torchrec_embcache.tracing import trace_as_call
+from torchrec_embcache.nn._fx import trace_as_call
 
-from .collection import CacheCollection, TrainingOptimizer, match_configs, placeholder_configs
+from ._collection import CacheCollection, TrainingOptimizer, match_configs, placeholder_configs
+from ._features import clicks_of, ids_and_offsets
 from .configs import EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig, as_cache_configs, lifecycle_of
-from .features import clicks_of, ids_and_offsets
 
 __all__ = ["EmbCacheEmbeddingBagCollection", "EmbCacheEmbeddingCollection"]
 

@@ -30,15 +30,11 @@ from torchrec_embcache.config import (
 from torchrec_embcache.eviction import Policy as EvictionPolicy
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.initializers import Initializer, Uniform
-from torchrec_embcache.lifecycle import (
-    DEFAULT_SCORE_HALF_LIFE_STEPS,
-    MAX_SCORE_HALF_LIFE_STEPS,
-    LifecycleConfig,
-)
-from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig, TranslatedConfig
-from torchrec_embcache.telling import OnEvict, check_on_evict
+from torchrec_embcache.table._evict_callback import OnEvict, check_on_evict
+from torchrec_embcache.table._lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, MAX_SCORE_HALF_LIFE_STEPS, LifecycleConfig
 
-from .virtual_tables import translate_policy
+from ._virtual_tables import translate_policy
+from .recsdk import AdmitAndEvictConfig, TranslatedConfig
 
 __all__ = [
     "EmbCacheEmbeddingBagConfig",
@@ -94,7 +90,7 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
         virtual_table_eviction_policy: TorchRec's form of `eviction`. Fields with an equivalent are translated, and any other field
             of the policy raises an error that names it; docs/eviction-configs.md lists them.
         admit_and_evict_config: RecSDK's form of `admission`, `not_admitted` and `eviction`; see
-            `torchrec_embcache.lifecycle_configs`.
+            `torchrec_embcache.modules.recsdk`.
 
     TorchRec's other fields (`data_type`, `init_fn`, `use_virtual_table`, `input_dim`, `num_embeddings_post_pruning`, `need_pos`,
     `enable_embedding_update`, `stash_weights`) are supported only at their defaults. The `init_fn` of a TorchRec config may be a
@@ -287,7 +283,7 @@ def _recsdk_settings(config: CacheConfig, owner: str) -> TranslatedConfig:
     if not isinstance(given, AdmitAndEvictConfig | None):
         raise ConfigError(
             f"{owner}admit_and_evict_config={given!r} is not known: give "
-            f"torchrec_embcache.lifecycle_configs.AdmitAndEvictConfig(...)"
+            f"torchrec_embcache.modules.recsdk.AdmitAndEvictConfig(...)"
         )
     try:
         return TranslatedConfig() if given is None else given.translate()

@@ -5,16 +5,17 @@
 
 The exporters read `stats()` of the model's tables, periodically on a thread or on request, and change nothing else: training steps
 do no extra work and wait no longer. `docs/metrics.md` lists every metric with its meaning.
-`torchrec_embcache.lightning.EmbCacheMonitor` does the same as a callback, and `embcache top` displays the metrics in a terminal.
+`torchrec_embcache.integrations.lightning.EmbCacheMonitor` does the same as a callback, and `embcache top` displays the metrics in a
+terminal.
 """
 
-from .catalog import METRICS, Metric
-from .jsonl import JsonlLogger
-from .prometheus import PrometheusExporter
-from .rates import scalars
-from .sampling import MetricValue, Sample, Sampler, TableSample
-from .serving import SERVING_METRICS, ServingCollector
-from .tensorboard import TensorBoardLogger
+from ._catalog import METRICS, Metric
+from ._jsonl import JsonlLogger
+from ._prometheus import PrometheusExporter
+from ._rates import scalars
+from ._sampling import MetricValue, Sample, Sampler, TableSample
+from ._serving import SERVING_METRICS, ServingCollector
+from ._tensorboard import TensorBoardLogger
 
 __all__ = [
     "METRICS",

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrec_embcache._lookup.offsets import bag_offsets
+from torchrec_embcache._lookup.prefetch import IdBatch
 from torchrec_embcache.admission import Admission, NotAdmitted
-from torchrec_embcache.bags import bag_offsets
-from torchrec_embcache.cache import IdsLike, ValuesLike
 from torchrec_embcache.config import (
     DEFAULT_TOTAL_NUM_BUCKETS,
     CachePolicy,
@@ -24,20 +24,14 @@ from torchrec_embcache.config import (
 from torchrec_embcache.eviction import Policy as EvictionPolicy
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.initializers import Initializer
-from torchrec_embcache.lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS
-from torchrec_embcache.lookahead import IdBatch
 from torchrec_embcache.optimizers import OptimizerSpec
-from torchrec_embcache.rows import check_float32, ids_array
-from torchrec_embcache.table_module import (
-    TableModule,
-    check_torch_arguments,
-    import_pretrained,
-    optimizer_of,
-    single_feature_splits,
-    width_of,
-)
-from torchrec_embcache.telling import OnEvict
-from torchrec_embcache.tracing import trace_as_call
+from torchrec_embcache.table._evict_callback import OnEvict
+from torchrec_embcache.table._lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS
+from torchrec_embcache.table.cache_table import IdsLike, ValuesLike
+from torchrec_embcache.table.rows import check_float32, ids_array
+
+from ._base import TableModule, check_torch_arguments, import_pretrained, optimizer_of, single_feature_splits, width_of
+from ._fx import trace_as_call
 
 __all__ = ["EmbCacheEmbeddingBag"]
 

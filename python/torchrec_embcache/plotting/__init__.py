@@ -7,12 +7,12 @@ Data and drawing are separate: a `Panel` contains the data of one plot. Drawing 
 terminal.
 """
 
-from .curves import curve_panels
-from .drawing import draw, svg
-from .history import history_panels
-from .inline import inline_css, inline_svg
-from .panels import Line, Mark, Panel
-from .reading import read_panels
+from ._curves import curve_panels
+from ._drawing import draw, svg
+from ._history import history_panels
+from ._inline import inline_css, inline_svg
+from ._panels import Line, Mark, Panel
+from ._reading import read_panels
 
 __all__ = [
     "Line",

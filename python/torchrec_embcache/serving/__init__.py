@@ -9,13 +9,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .follow import Follow
+from ._follow import Follow
 from .stats import ServingStats
 from .tables import Tables, open  # noqa: A004  # users write serving.open
 from .version import Rows, Table, Version
 
 if TYPE_CHECKING:
-    from .replacing import replace
+    from ._replace import replace
 
 __all__ = ["Follow", "Rows", "ServingStats", "Table", "Tables", "Version", "open", "replace"]
 
@@ -23,7 +23,7 @@ __all__ = ["Follow", "Rows", "ServingStats", "Table", "Tables", "Version", "open
 def __getattr__(name: str) -> Any:
     if name != "replace":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .replacing import replace
+    from ._replace import replace
 
     globals()[name] = replace
     return replace

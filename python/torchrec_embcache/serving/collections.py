@@ -22,10 +22,10 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_embcache.exceptions import UnsupportedError
-from torchrec_embcache.modules.features import check_features, reorder_features
+from torchrec_embcache.modules._features import check_features, reorder_features
 
-from .operators import ModuleReader, is_traced, pooled_op, rows_op
-from .served import ServingModule, TableRef, pinned
+from ._modules import ServingModule, TableRef, pinned
+from ._ops import ModuleReader, is_traced, pooled_op, rows_op
 from .tables import Tables
 from .version import Pooling, Version
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 from torchrec_embcache import _native
+from torchrec_embcache._closing import CloseOnExitMixin
+from torchrec_embcache._paths import CheckedPath, PathChecks, open_to_load
 from torchrec_embcache.admission import NotAdmitted, check_not_admitted
-from torchrec_embcache.closing import CloseOnExitMixin
 from torchrec_embcache.config import parse_bytes
 from torchrec_embcache.exceptions import ConfigError, PathError, StateError
-from torchrec_embcache.paths import CheckedPath, PathChecks, open_to_load
 
-from .follow import Follow
+from ._follow import Follow
 from .stats import ServingStats
 from .version import Version
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_embcache import _native
-from torchrec_embcache.bags import check_offsets
-from torchrec_embcache.closing import CloseOnExitMixin
+from torchrec_embcache._closing import CloseOnExitMixin
+from torchrec_embcache._lookup.offsets import check_offsets
 from torchrec_embcache.config import check_choice
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
-from torchrec_embcache.rows import IdsLike, check_float32, contiguous, ids_array
+from torchrec_embcache.table.rows import IdsLike, check_float32, contiguous, ids_array
 
 __all__ = ["Pooling", "Rows", "Table", "Version", "current_version"]
 

@@ -6,10 +6,10 @@
 docs/sizing.md has worked examples.
 """
 
-from torchrec_embcache.miss_ratios import MissRatioCurve
+from torchrec_embcache.table.miss_ratio_curve import MissRatioCurve
 
-from .advice import BudgetAdvice, TableAdvice, advise
-from .traffic import TableTraffic, read_traffic, traffic_of, write_traffic
+from ._advice import BudgetAdvice, TableAdvice, advise
+from ._traffic import TableTraffic, read_traffic, traffic_of, write_traffic
 
 __all__ = [
     "BudgetAdvice",

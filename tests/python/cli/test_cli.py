@@ -18,8 +18,8 @@ from torch import nn
 from cli_cases import flip, loaded, run, save
 from saver_cases import OPTIMIZERS, make_bag, rows, train
 from torchrec_embcache import EmbCacheEmbedding, RowMetadata, TierBudgets, _native, optimizers
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import main
-from torchrec_embcache.saver import Saver
 
 
 @pytest.fixture

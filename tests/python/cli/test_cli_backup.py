@@ -14,10 +14,10 @@ from torch import nn
 from cli_cases import flip, run
 from tables import Contents, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import EmbCacheEmbeddingBag, _native
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.checkpoint.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint
-from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.saver import Saver
 
 BATCHES = random_batches(6, bags=8, ids=400, seed=7)
 

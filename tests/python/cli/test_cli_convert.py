@@ -21,7 +21,7 @@ from torch import nn
 from cli_cases import loaded, refused, run, save
 from saver_cases import make_bag, rows, train
 from torchrec_embcache import TierBudgets
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
 
 IDS = np.arange(3)
 WEIGHTS = np.ones((3, 4), np.float32)

@@ -16,9 +16,9 @@ from torchrec import EmbeddingBagConfig
 from cli_cases import run
 from torchrec_dcp_cases import ROWS, save_trained
 from torchrec_embcache import EmbCacheEmbeddingBagCollection, TierBudgets
-from torchrec_embcache.cli.torchrec_dcp import read_tables
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.cli.convert.torchrec_dcp import read_tables
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
-from torchrec_embcache.saver import Saver
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray[Any, Any]]:

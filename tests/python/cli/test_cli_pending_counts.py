@@ -12,10 +12,10 @@ from cli_cases import run
 from lifecycle_cases import embedding, update
 from tables import ssd_tiers
 from torchrec_embcache import EmbCacheEmbedding, admission, eviction, set_time
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import compare, main
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.table.cache_table import shard_of
 
 
 def save(table: EmbCacheEmbedding, path: Path, **options: Any) -> None:

@@ -35,9 +35,9 @@ from torchrec_embcache import (
     initializers,
     optimizers,
 )
-from torchrec_embcache.cli import torchrec_dcp_writer
-from torchrec_embcache.cli.torchrec_dcp import read_tables
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.cli.convert import torchrec_dcp_writer
+from torchrec_embcache.cli.convert.torchrec_dcp import read_tables
 
 CPU = torch.device("cpu")
 #: Some ids that are trained, and 90, which has no row.

@@ -17,13 +17,13 @@ from rich.console import Console
 from tables import make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, Histogram, admission, eviction
 from torchrec_embcache.cli import main
-from torchrec_embcache.cli.top import read_frame
-from torchrec_embcache.cli.top_drawing import draw_frame
-from torchrec_embcache.cli.top_frames import ALL_TABLES, TableFrame, TopFrame, build_frame
-from torchrec_embcache.cli.top_sources import SourceReading, open_source, parse_tables
+from torchrec_embcache.cli.top.command import read_frame
+from torchrec_embcache.cli.top.drawing import draw_frame
+from torchrec_embcache.cli.top.frames import ALL_TABLES, TableFrame, TopFrame, build_frame
+from torchrec_embcache.cli.top.sources import SourceReading, open_source, parse_tables
 from torchrec_embcache.exceptions import CorruptionError, InputError
 from torchrec_embcache.monitoring import JsonlLogger, PrometheusExporter, Sampler, TableSample
-from torchrec_embcache.monitoring.jsonl import sample_to_line
+from torchrec_embcache.monitoring._jsonl import sample_to_line
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_once_waits_for_a_second_sample_and_shows_rates(
         for _ in range(5):
             step(bag, [[1, 2, 3]])
 
-    monkeypatch.setattr(sys.modules["torchrec_embcache.cli.top"], "sleep", trains)
+    monkeypatch.setattr(sys.modules["torchrec_embcache.cli.top.command"], "sleep", trains)
     with PrometheusExporter(bag, 0, host="127.0.0.1") as exporter:
         assert main(["top", exporter.url, "--json", "--interval", "0.5"]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
@@ -327,7 +327,7 @@ def test_live_view_survives_a_training_gap_and_ends_by_ctrl_c(
         except StopIteration:
             raise KeyboardInterrupt from None
 
-    monkeypatch.setattr(sys.modules["torchrec_embcache.cli.top"], "sleep", tick)
+    monkeypatch.setattr(sys.modules["torchrec_embcache.cli.top.command"], "sleep", tick)
     assert main(["top", exporter.url]) == 0
     assert "cannot read" in capsys.readouterr().out
 

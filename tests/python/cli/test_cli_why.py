@@ -18,10 +18,10 @@ from lifecycle_cases import HALF_LIFE, Expected, come_again, decayed, embedding,
 from project_paths import ROOT
 from tables import Contents
 from torchrec_embcache import admission, eviction
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.rules import describe_rule
 from torchrec_embcache.eviction import All, L2Norm, Policy, Score, Ttl
-from torchrec_embcache.saver import Saver
 
 
 class Chain:

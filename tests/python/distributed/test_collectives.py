@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchrec_embcache import collective
+from torchrec_embcache._dist import collective
 from torchrec_embcache.exceptions import InputError
 from torchrec_models import ROW_WISE, Model, sharded
 

@@ -24,8 +24,8 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 )
 
 from torchrec_embcache import EmbCacheTrainPipelineSparseDist
-from torchrec_embcache.sharded import lookup
-from torchrec_embcache.sharded.lookup import CacheLookup
+from torchrec_embcache.distributed import _lookup
+from torchrec_embcache.distributed._lookup import CacheLookup
 from torchrec_models import CPU, Model, batches, dense_optimizer, drain, sharded
 
 STEPS = 6
@@ -101,7 +101,7 @@ class Streams:
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     made = Streams()
     begin, arrive = runtime_forwards.BaseForward.__init__, embedding_sharding.KJTListAwaitable._wait_impl
-    begin_to_read, copy, forward = lookup.HostFeatures.__init__, lookup.host_copies, CacheLookup.forward
+    begin_to_read, copy, forward = _lookup.HostFeatures.__init__, _lookup.host_copies, CacheLookup.forward
 
     def on_cpu(self: Any, *args: Any, **named: Any) -> None:
         begin(self, *args, **named)
@@ -114,7 +114,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
             made.brought[id(features)] = features, made.current()
         return found
 
-    def read(self: lookup.HostFeatures, features: KeyedJaggedTensor, clicks: Any, arrived_on: Stub | None) -> None:
+    def read(self: _lookup.HostFeatures, features: KeyedJaggedTensor, clicks: Any, arrived_on: Stub | None) -> None:
         made.reading = features
         begin_to_read(self, features, clicks, arrived_on)
 
@@ -131,8 +131,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
     monkeypatch.setattr(runtime_forwards.BaseForward, "__init__", on_cpu)
     monkeypatch.setattr(embedding_sharding.KJTListAwaitable, "_wait_impl", brought)
-    monkeypatch.setattr(lookup.HostFeatures, "__init__", read)
-    monkeypatch.setattr(lookup, "host_copies", copied)
+    monkeypatch.setattr(_lookup.HostFeatures, "__init__", read)
+    monkeypatch.setattr(_lookup, "host_copies", copied)
     # A pipeline sets it for all pipelines of the process.
     monkeypatch.setattr(runtime_forwards.PipelinedForward, "_use_main_stream_for_dist_init", False)
     monkeypatch.setattr(CacheLookup, "forward", looked_up)

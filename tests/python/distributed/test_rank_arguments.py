@@ -12,18 +12,11 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 
 from processes import World
-from torchrec_embcache import (
-    EmbCacheStorageReader,
-    EmbCacheStorageWriter,
-    RowMetadata,
-    Saver,
-    evict,
-    flush,
-    megatron,
-)
+from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, RowMetadata, Saver, evict, flush
 from torchrec_embcache.exceptions import EmbCacheError
+from torchrec_embcache.integrations import megatron
+from torchrec_embcache.model._state_dict import TableState
 from torchrec_embcache.serialize import BlockSaver
-from torchrec_embcache.state_dicts import TableState
 from torchrec_models import ROW_WISE, Model, batches, sharded, train
 
 Call = Callable[[nn.Module, int, str], object]

@@ -38,9 +38,9 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
-from torchrec_embcache.cache import shard_of
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StateError, UnsupportedError
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import (
     CPU,
     MIXED,

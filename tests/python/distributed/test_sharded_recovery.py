@@ -24,6 +24,7 @@ from torchrec_embcache import (
     TierBudgets,
     cache_modules,
 )
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import (
     CapacityError,
@@ -34,7 +35,6 @@ from torchrec_embcache.exceptions import (
     StateError,
     UnsupportedError,
 )
-from torchrec_embcache.saver import Saver
 from torchrec_models import (
     CPU,
     MIXED,

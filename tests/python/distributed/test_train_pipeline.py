@@ -15,9 +15,9 @@ from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPip
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 
 from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets, admission, cache_modules, eviction
-from torchrec_embcache.device_tier import DeviceTier
+from torchrec_embcache._device.tier import DeviceTier
+from torchrec_embcache._lookup.group import IdBatch, LookupGroup
 from torchrec_embcache.exceptions import ConfigError, InputError
-from torchrec_embcache.lookup import IdBatch, LookupGroup
 from torchrec_models import (
     CPU,
     MIXED,

@@ -19,19 +19,19 @@ PYRIGHT = Path(sys.executable).parent / "basedpyright"
 #: The modules that users import beside the package itself.
 MODULES = [
     "torchrec_embcache.admission",
-    "torchrec_embcache.dcp",
+    "torchrec_embcache.checkpoint.dcp",
     "torchrec_embcache.eviction",
     "torchrec_embcache.exceptions",
     "torchrec_embcache.initializers",
-    "torchrec_embcache.lightning",
-    "torchrec_embcache.megatron",
+    "torchrec_embcache.integrations.lightning",
+    "torchrec_embcache.integrations.megatron",
     "torchrec_embcache.modules",
     "torchrec_embcache.nn",
     "torchrec_embcache.optimizers",
-    "torchrec_embcache.saver",
+    "torchrec_embcache.checkpoint.saver",
     "torchrec_embcache.serialize",
-    "torchrec_embcache.sharded",
-    "torchrec_embcache.train_pipeline",
+    "torchrec_embcache.distributed",
+    "torchrec_embcache.distributed.train_pipeline",
 ]
 
 

@@ -16,7 +16,8 @@ from oov_cases import assert_same_shared, made, shared_of, state_of
 from processes import World
 from tables import Contents
 from time_cases import now
-from torchrec_embcache import EmbCacheEmbedding, admission, cache_modules, eviction, megatron, optimizers, set_time
+from torchrec_embcache import EmbCacheEmbedding, admission, cache_modules, eviction, optimizers, set_time
+from torchrec_embcache.integrations import megatron
 from torchrec_models import ROW_WISE, Settings, assert_same_rows, batches, rows_of, together
 
 __all__ = ["path"]  # fixtures

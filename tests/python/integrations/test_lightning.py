@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 from lightning_cases import IDS, LIGHTNING_WARNINGS, Recommender, callbacks, rows, trainer
 from torchrec_embcache import admission
 from torchrec_embcache.exceptions import ConfigError, StateError
-from torchrec_embcache.lightning import EmbCacheCheckpoint, EmbCacheMonitor
+from torchrec_embcache.integrations.lightning import EmbCacheCheckpoint, EmbCacheMonitor
 
 pytestmark = LIGHTNING_WARNINGS
 

@@ -19,8 +19,8 @@ from torch import nn
 from megatron_cases import run_beside
 from processes import World, process_group
 from tables import OPTIMIZERS, Contents, bucket_of, make_bag, random_batches, train
-from torchrec_embcache import TierBudgets, initializers, megatron, optimizers
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache import TierBudgets, initializers, optimizers
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import (
     EmbCacheWarning,
     InputError,
@@ -30,8 +30,9 @@ from torchrec_embcache.exceptions import (
     StoragePermissionError,
     UnsupportedError,
 )
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.whole_model import CacheModule
+from torchrec_embcache.integrations import megatron
+from torchrec_embcache.model import CacheModule
+from torchrec_embcache.table.cache_table import CacheTable
 
 BATCHES = random_batches(4, bags=8, ids=90, seed=3)
 
@@ -395,7 +396,7 @@ sys.modules["megatron"] = None
 import torchrec_embcache
 from torchrec_embcache.exceptions import UnsupportedError
 try:
-    import torchrec_embcache.megatron
+    import torchrec_embcache.integrations.megatron
 except UnsupportedError as error:
     assert "pip install" in str(error), error
 else:

@@ -8,10 +8,10 @@ import torch
 
 from tables import DEVICE, KERNELS, Contents, make_bag, ssd_tiers, train
 from torchrec_embcache import TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import shard_of
-from torchrec_embcache.device_tier import DeviceTier, TorchRowMover
+from torchrec_embcache._device.tier import DeviceTier, TorchRowMover
+from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache.exceptions import DeviceMemoryError, StateError
-from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.table.cache_table import shard_of
 
 # Two tables, each with fewer slots on the device than a batch has rows.
 BATCHES = [np.arange(start, start + 14, dtype=np.int64) * 7 % 40 for start in (0, 9)]

@@ -36,11 +36,11 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
-from torchrec_embcache.device_tier import DeviceTier, TorchRowMover
-from torchrec_embcache.lookahead import PrefetchQueue
-from torchrec_embcache.sharded import lookup
-from torchrec_embcache.triton_backend import TritonRowMover
-from torchrec_embcache.triton_kernels import launch
+from torchrec_embcache._device.tier import DeviceTier, TorchRowMover
+from torchrec_embcache._kernels.triton import launch
+from torchrec_embcache._kernels.triton_backend import TritonRowMover
+from torchrec_embcache._lookup.prefetch import PrefetchQueue
+from torchrec_embcache.distributed import _lookup
 from torchrec_models import Batch, dense_optimizer, drain, pinned_rows, rows_of, train
 
 STEPS = 14
@@ -271,13 +271,13 @@ def test_a_step_asks_no_tensor_for_a_number(kernels: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("kind", ["sparse", "prefetch", "ahead 1", "ahead 5"])
 def test_the_ids_of_a_batch_are_copied_to_the_host_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = []
-    copy = lookup.host_copies
+    copy = _lookup.host_copies
 
     def counted(tensors: Any, arrived_on: Any) -> Any:
         copies.append(len(tensors))
         return copy(tensors, arrived_on)
 
-    monkeypatch.setattr(lookup, "host_copies", counted)
+    monkeypatch.setattr(_lookup, "host_copies", counted)
     model, optimizer = made()
     pipeline = PIPELINES[kind](model, optimizer, DEVICE)
     drain(pipeline, batches())
@@ -487,7 +487,7 @@ def test_the_batches_after_one_whose_ids_could_not_be_read_move_ahead(
     plain, _ = made()
     want = train(plain, batches())
     calls, unread = [], 4
-    copy = lookup.host_copies
+    copy = _lookup.host_copies
 
     def fails_once(tensors: Any, arrived_on: Any) -> Any:
         calls.append(arrived_on)
@@ -495,7 +495,7 @@ def test_the_batches_after_one_whose_ids_could_not_be_read_move_ahead(
             raise MemoryError("no memory")
         return copy(tensors, arrived_on)
 
-    monkeypatch.setattr(lookup, "host_copies", fails_once)
+    monkeypatch.setattr(_lookup, "host_copies", fails_once)
     model, optimizer = made()
     pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=lookahead)
     steps = list(batches())

@@ -7,9 +7,9 @@ import torch
 
 from tables import DEVICE, KERNELS, make_bag, ssd_tiers
 from torchrec_embcache import initializers, optimizers
-from torchrec_embcache.device_tier import DeviceTier
+from torchrec_embcache._device.tier import DeviceTier
+from torchrec_embcache._kernels.core import TorchBackend
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.kernels import TorchBackend
 
 IDS = 120
 STEPS = 80

@@ -12,18 +12,14 @@ import torch
 
 from device_model import Model, install
 from stream_model import Clock, Event, Queue
-from torchrec_embcache import (
-    EmbCacheEmbeddingBag,
-    TierBudgets,
-    optimizers,
-    stream_order,
-)
-from torchrec_embcache.cache import shard_of
-from torchrec_embcache.device_tier import DeviceTier
-from torchrec_embcache.host_copies import host_copies
-from torchrec_embcache.lookup import IdBatch
-from torchrec_embcache.pinned_memory import copy_staged_to_device, staging_empty
-from torchrec_embcache.stream_order import DeviceStream, StreamOrder
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+from torchrec_embcache._device import streams
+from torchrec_embcache._device.host_copies import host_copies
+from torchrec_embcache._device.pinned import copy_staged_to_device, staging_empty
+from torchrec_embcache._device.streams import DeviceStream, StreamOrder
+from torchrec_embcache._device.tier import DeviceTier
+from torchrec_embcache._lookup.group import IdBatch
+from torchrec_embcache.table.cache_table import shard_of
 
 SLOTS = (None, (0,), (0, 1), (1,), ())
 OPERATIONS = list(itertools.product(range(3), (False, True), SLOTS))
@@ -150,7 +146,7 @@ def test_two_threads_that_read_on_one_stream_are_both_waited_for():
 
 
 def test_the_order_holds_when_the_numbers_of_writes_begin_anew(monkeypatch):
-    monkeypatch.setattr(stream_order, "_MAX_WRITES", 4)
+    monkeypatch.setattr(streams, "_MAX_WRITES", 4)
     dice, anew = random.Random(6), 0
     for _ in range(2_000):
         program = dice.choices(OPERATIONS, k=16)
@@ -170,11 +166,11 @@ def test_a_device_without_streams_needs_no_order():
 @pytest.fixture
 def model(monkeypatch):
     """The CPU as a device with streams, whose uses of memory are noted."""
-    stream_order.transfer_streams.cache_clear()
+    streams.transfer_streams.cache_clear()
     made = Model()
     install(made, monkeypatch)
     yield made
-    stream_order.transfer_streams.cache_clear()
+    streams.transfer_streams.cache_clear()
 
 
 def races_of(model):
@@ -286,8 +282,8 @@ def test_rows_are_read_right_while_another_thread_grows_the_tier(model, monkeypa
 
 def test_rows_leave_and_arrive_on_two_streams_that_all_tables_share(model):
     device = torch.device("cpu")
-    sides = stream_order.transfer_streams(device)
-    assert sides is stream_order.transfer_streams(device)
+    sides = streams.transfer_streams(device)
+    assert sides is streams.transfer_streams(device)
     assert len({sides.to_host, sides.to_device, model.compute}) == 3
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from tables import EXTREME_IDS, OPTIMIZERS, Contents, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheWarning, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
-from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.table.cache_table import shard_of
 
 TIERS = TierBudgets(host_bytes="16MiB", device_bytes="1MiB")
 DEVICE = "cuda" if os.environ.get("EMBCACHE_TEST_CUDA") == "1" else "cpu"
@@ -152,7 +152,7 @@ def test_an_id_with_hundreds_of_occurrences_has_the_bits_of_the_core(count):
 @pytest.mark.parametrize("at_once", [4, 16])
 def test_many_rows_at_once_as_on_a_gpu_have_the_bits_of_the_core(at_once, monkeypatch):
     """The interpreter is given 2, because it takes as long for what is masked."""
-    from torchrec_embcache.triton_kernels import launch
+    from torchrec_embcache._kernels.triton import launch
 
     monkeypatch.setattr(launch.ColumnLayout, "rows_in_flight", at_once)
 
@@ -181,7 +181,7 @@ def test_what_reads_nothing_has_no_part_in_the_gradient_of_its_weight():
 
 @pytest.mark.parametrize("by", ["host", "columns", "rows"])
 def test_an_optimizer_that_the_kernels_do_not_have_is_refused(by, monkeypatch):
-    from torchrec_embcache.triton_kernels import launch
+    from torchrec_embcache._kernels.triton import launch
 
     if by != "host":
         name = f"BY_{by.upper()}"
@@ -216,8 +216,8 @@ def test_rows_are_float32_whatever_torchs_default_is(dtype):
 
 def test_a_forward_holds_off_whoever_would_grow_the_tier(monkeypatch):
     """Its kernels are given the addresses of tensors, which nobody may replace before they are launched."""
-    from torchrec_embcache.device_tier import DeviceTier
-    from torchrec_embcache.triton_kernels import launch
+    from torchrec_embcache._device.tier import DeviceTier
+    from torchrec_embcache._kernels.triton import launch
 
     monkeypatch.setenv("EMBCACHE_KERNELS", "triton")
     with make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB"), device=device()) as bag:
@@ -448,18 +448,18 @@ except ConfigError as error:
 
 
 def test_without_triton_its_kernels_are_refused_and_torchs_serve(monkeypatch):
-    from torchrec_embcache import backends
+    from torchrec_embcache._kernels import select
 
-    monkeypatch.setattr(backends, "find_spec", lambda _name: None)
-    assert backends._default_kernels(torch.device("cuda")) == "torch"
-    assert backends._default_kernels(torch.device("cpu")) == "core"
+    monkeypatch.setattr(select, "find_spec", lambda _name: None)
+    assert select._default_kernels(torch.device("cuda")) == "torch"
+    assert select._default_kernels(torch.device("cpu")) == "core"
     monkeypatch.setenv("EMBCACHE_KERNELS", "triton")
     with pytest.raises(ConfigError, match="triton, which is not installed"):
         make_bag(tiers=TIERS)
 
 
 def test_with_triton_it_is_what_runs_on_cuda():
-    from torchrec_embcache import backends
+    from torchrec_embcache._kernels import select
 
-    assert backends._default_kernels(torch.device("cuda")) == "triton"
-    assert backends._default_kernels(torch.device("cpu")) == "core"
+    assert select._default_kernels(torch.device("cuda")) == "triton"
+    assert select._default_kernels(torch.device("cpu")) == "core"

@@ -22,13 +22,13 @@ from torchrec_embcache import (
     EmbCacheWarning,
     TierBudgets,
     cache_modules,
-    host_memory,
     optimizers,
 )
-from torchrec_embcache.cache import CacheTable, shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import CapacityError, ConfigError
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.table_settings import row_bytes
+from torchrec_embcache.table import _host_memory
+from torchrec_embcache.table._settings import row_bytes
+from torchrec_embcache.table.cache_table import CacheTable, shard_of
 from torchrec_models import sharded
 
 MIB = 1 << 20
@@ -213,7 +213,7 @@ def test_what_is_said_of_the_budgets_adds_up_to_the_modules():
         assert capacities[0] > 15_000 * ROW, "what it has taken"
         assert "of 4 MiB that 2 tables share" in repr(module)
         known = [shard_of(table) for table in tables]
-        assert sum(table.tiers.host for table in known if table in host_memory._tables) <= 4 * MIB
+        assert sum(table.tiers.host for table in known if table in _host_memory._tables) <= 4 * MIB
 
 
 def test_an_evaluation_past_the_budget_names_that_of_the_module():

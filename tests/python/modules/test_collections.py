@@ -31,16 +31,9 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
-from torchrec_embcache.cache import shard_of
-from torchrec_embcache.exceptions import (
-    CapacityError,
-    ConfigError,
-    InputError,
-    PathError,
-    StateError,
-    UnsupportedError,
-)
-from torchrec_embcache.table_shard import TableShard
+from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, PathError, StateError, UnsupportedError
+from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import shard_of
 
 FIELDS: dict[str, Any] = {"name": "t", "embedding_dim": 4, "num_embeddings": 10, "feature_names": ["f"]}
 

@@ -27,15 +27,15 @@ from torchrec_embcache import (
 )
 from torchrec_embcache.eviction import All, L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
-from torchrec_embcache.lifecycle import LifecycleConfig
-from torchrec_embcache.lifecycle_configs import (
+from torchrec_embcache.modules._virtual_tables import translate_policy
+from torchrec_embcache.modules.configs import lifecycle_of
+from torchrec_embcache.modules.recsdk import (
     AdmitAndEvictConfig,
     AdmitAndEvictPolicyType,
     ShowClickParams,
     TranslatedConfig,
 )
-from torchrec_embcache.modules.configs import lifecycle_of
-from torchrec_embcache.modules.virtual_tables import translate_policy
+from torchrec_embcache.table._lifecycle import LifecycleConfig
 
 CONFIG = {"name": "item", "embedding_dim": 4, "num_embeddings": 9, "feature_names": ["f"]}
 COUNTED = {"admission": admission.Count(3), "not_admitted": 0.25}
@@ -151,9 +151,9 @@ class Later(TimestampBasedEvictionPolicy):
 def test_what_a_later_torchrec_adds_is_refused_and_not_passed_over(monkeypatch):
     with pytest.raises(UnsupportedError, match="virtual_table_eviction_policy=Later"):
         translate_policy(Later(), "")
-    from torchrec_embcache.modules import virtual_tables
+    from torchrec_embcache.modules import _virtual_tables
 
-    monkeypatch.setitem(virtual_tables._RULES, Later, virtual_tables._timestamp_rule)
+    monkeypatch.setitem(_virtual_tables._RULES, Later, _virtual_tables._timestamp_rule)
     assert translate_policy(Later(), "").eviction == Policy([Ttl(seconds=86_400)])
     with pytest.raises(
         UnsupportedError, match=r"Later\(fresh=3\) is not supported: this package does not know the field"

@@ -15,7 +15,7 @@ from torchrec.types import DataType
 
 from torchrec_embcache import EmbCacheEmbeddingBagCollection, TierBudgets, optimizers
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
-from torchrec_embcache.modules.optimizer_choice import choose_optimizer
+from torchrec_embcache.modules._optimizer_choice import choose_optimizer
 
 
 def with_optimizer(cls: Any, kwargs: dict[str, Any]) -> nn.Parameter:

@@ -28,8 +28,8 @@ from torchrec_embcache import (
     optimizers,
 )
 from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.model._state_dict import TableState
 from torchrec_embcache.serialize import BlockSaver
-from torchrec_embcache.state_dicts import TableState
 from torchrec_models import ROW_WISE, TABLE_WISE, Model, batches, sharded
 from torchrec_models import train as train_sharded
 

@@ -20,13 +20,13 @@ from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingCollection,
     TierBudgets,
-    lifetime,
     optimizers,
 )
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache._ssd import autoflush
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StorageError, UnsupportedError
-from torchrec_embcache.modules.tables import ShardPlacement
-from torchrec_embcache.table_shard import TableShard
+from torchrec_embcache.modules._tables import ShardPlacement
+from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import shard_of
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
@@ -155,7 +155,7 @@ def test_table_that_fails_to_close_leaves_no_other_open(tmp_path: Path, monkeypa
                 theirs, ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
             )
     assert kept.value.__notes__ == ["closing the tables failed too: t1 cannot be closed"]
-    assert not lifetime.open_tables()
+    assert not autoflush.open_tables()
 
 
 def interrupted(_: TableShard) -> None:
@@ -174,7 +174,7 @@ def test_interrupted_close_after_an_error_never_flushes(tmp_path: Path, monkeypa
             EmbCacheEmbeddingBagCollection.from_torchrec(
                 theirs, ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
             )
-        left = [table for table in lifetime.open_tables() if isinstance(table, TableShard)]
+        left = [table for table in autoflush.open_tables() if isinstance(table, TableShard)]
         assert sorted(table.name for table in left) == ["a", "b"]
         assert all(table.unusable for table in left)
     for table in left:
@@ -203,7 +203,7 @@ def test_interrupted_close_after_failed_sharding_never_flushes(tmp_path: Path, m
             ours.shard_tables(
                 {name: ShardPlacement(0, 2, is_sharded=True) for name in ("t1", "t2")}, None, torch.device("cpu")
             )
-        left = [table for table in lifetime.open_tables() if isinstance(table, TableShard) and table not in whole]
+        left = [table for table in autoflush.open_tables() if isinstance(table, TableShard) and table not in whole]
         assert sorted(table.name for table in left) == ["t1", "t2"]
         assert all(table.unusable for table in left)
         assert not any(table.unusable for table in whole)

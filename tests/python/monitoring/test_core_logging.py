@@ -16,7 +16,7 @@ import torch
 
 from tables import make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, _native, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.table.cache_table import shard_of
 
 PACKAGE = "torchrec_embcache"
 MOST_WAITING = 1024  # of rust/pyext/src/logging.rs
@@ -215,7 +215,7 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
 BEFORE = """
 import logging, os, sys, threading, time
 from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.table.cache_table import shard_of
 
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(process)d %(name)s %(message)s", force=True)
 logging.getLogger("torchrec_embcache").setLevel(logging.DEBUG)

@@ -20,10 +20,10 @@ from torch import nn
 
 from tables import OPTIMIZERS, jagged, make_bag, random_batches
 from torchrec_embcache import CacheTable, EmbCacheEmbedding, Saver, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
-from torchrec_embcache.lookup import LookupGroup
-from torchrec_embcache.modules.optimizer_choice import choose_optimizer
+from torchrec_embcache.modules._optimizer_choice import choose_optimizer
+from torchrec_embcache.table.cache_table import shard_of
 
 LIMIT = 0.25
 TIERS = TierBudgets(host_bytes="1MiB")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import embedding_bag
 
 from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
-from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.table.cache_table import shard_of
 
 ROWS = 12
 # Features 0 and 1 share a table.

@@ -103,7 +103,7 @@ CHANGED_WHILE_READ = """
 import threading
 import numpy as np
 from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_embcache.exceptions import InputError
 
 table = CacheTable(name="t", dim=4, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1),

@@ -42,9 +42,9 @@ from torchrec_embcache import (
     serialize,
     serving,
 )
-from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.optimizers import native_hyperparameters
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import ROW_WISE, TABLE_WISE, rows_of, sharded
 
 F32 = NDArray[np.float32]

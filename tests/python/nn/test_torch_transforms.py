@@ -22,8 +22,8 @@ from torchrec_embcache import (
     TierBudgets,
     optimizers,
 )
+from torchrec_embcache.distributed import EmbCacheEmbeddingBagCollectionSharder
 from torchrec_embcache.exceptions import UnsupportedError
-from torchrec_embcache.sharded import EmbCacheEmbeddingBagCollectionSharder
 
 TIERS = TierBudgets(host_bytes="1MiB")
 IDS = torch.tensor([[1, 2], [3, 4]])

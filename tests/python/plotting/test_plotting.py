@@ -21,7 +21,7 @@ from torchrec_embcache import EmbCacheEmbeddingBag
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, StorageError
 from torchrec_embcache.monitoring import JsonlLogger, Sample, TableSample, scalars
-from torchrec_embcache.monitoring.jsonl import sample_from_line, sample_to_line
+from torchrec_embcache.monitoring._jsonl import sample_from_line, sample_to_line
 from torchrec_embcache.plotting import (
     Line,
     Panel,
@@ -33,7 +33,7 @@ from torchrec_embcache.plotting import (
     read_panels,
     svg,
 )
-from torchrec_embcache.plotting.colors import DARK, LIGHT, ColorTheme
+from torchrec_embcache.plotting._colors import DARK, LIGHT, ColorTheme
 from torchrec_embcache.sizing import TableTraffic, advise, read_traffic, traffic_of, write_traffic
 
 ITEM = TableTraffic.assumed("m/item", rows=200_000, dim=64, ids_per_batch=8_192)

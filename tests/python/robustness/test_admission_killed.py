@@ -21,8 +21,8 @@ from lifecycle_cases import update
 from processes import Child, World, process_group
 from tables import Contents, ssd_tiers
 from torchrec_embcache import TierBudgets, cache_modules, flush
-from torchrec_embcache.cache import shard_of
-from torchrec_embcache.saver import Saver, SaveReport
+from torchrec_embcache.checkpoint import Saver, SaveReport
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, ROW_WISE, Rows, Settings, assert_same_rows, together
 
 STEPS, STEPS_OF_RANKS = 100, 40

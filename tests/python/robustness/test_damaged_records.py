@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ssd_records import ID_AT, place_of, records
 from tables import make_bag, ssd_tiers, step
 from torchrec_embcache import EmbCacheEmbeddingBag, _native
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.checkpoint.dcp import EmbCacheStorageWriter
 from torchrec_embcache.cli import main
-from torchrec_embcache.dcp import EmbCacheStorageWriter
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError
-from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Saver as BlockSaver
 
 

@@ -24,8 +24,8 @@ from torchrec_embcache import (
     initializers,
     set_time,
 )
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import Keep, Policy, Rule, Share, Ttl
-from torchrec_embcache.saver import Saver
 from torchrec_models import ROW_WISE, sharded
 
 BEGIN = 1_700_000_030
@@ -178,7 +178,7 @@ def interrupt_ranks(_rank: int, _world: int, name: str, file: str, base: Path) -
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [("evict", "collective.py"), ("save", "sessions/sweep.py"), ("step", "sweeping.py")],
+    [("evict", "_dist/collective.py"), ("save", "model/_evict.py"), ("step", "table/_sweep.py")],
 )
 def test_interrupt_of_all_ranks_sweeps_all_tables_or_none(
     two_ranks: World, name: str, file: str, tmp_path: Path
@@ -188,4 +188,4 @@ def test_interrupt_of_all_ranks_sweeps_all_tables_or_none(
     assert (tried, found) == other
     assert tried > 20
     # The sweep is the last that this file does.
-    assert found == ({False} if file == "sessions/sweep.py" else {False, True})
+    assert found == ({False} if file == "model/_evict.py" else {False, True})

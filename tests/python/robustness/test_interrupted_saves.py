@@ -19,12 +19,12 @@ from interrupts import BATCHES, PACKAGE, SAVES, SECONDS, Lines, Operation, dense
 from processes import Child
 from tables import Contents, make_bag, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets
-from torchrec_embcache.blocks.helpers import BoundedExecutor
-from torchrec_embcache.cache import shard_of
-from torchrec_embcache.dcp import EmbCacheStorageReader
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.checkpoint.dcp import EmbCacheStorageReader
+from torchrec_embcache.checkpoint.recis._threads import BoundedExecutor
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Loader
+from torchrec_embcache.table.cache_table import shard_of
 
 
 def some_slots(info: Any) -> Any:

@@ -12,8 +12,8 @@ from interrupts import BATCHES, SAVES, Lines, Operation, is_interrupt, points, r
 from processes import Child
 from tables import Contents, make_bag, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, evict
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import All, Policy, Score, Ttl
-from torchrec_embcache.saver import Saver
 
 # Of the 60 ids of these batches some are taken by either rule.
 RULES = [Ttl(steps=3), All([Ttl(steps=1), Score(below=1.5)])]

@@ -15,7 +15,7 @@ import gc, itertools, os, signal, sys, threading
 import numpy as np
 import torch
 from torchrec_embcache import _native
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
 

@@ -12,8 +12,8 @@ import pytest
 from processes import Child
 from tables import Contents, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, initializers, optimizers
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.config import TierBudgets
-from torchrec_embcache.saver import Saver
 
 BATCHES = random_batches(60, 40, 3000, seed=5)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit", "ignore:table .* has no room for both")
@@ -44,7 +44,7 @@ def load_shard(rank, size, root):
     """The rows of a rank's shard of the checkpoint, and the checkpoint's step."""
     from torch import nn
 
-    from torchrec_embcache.whole_model import CacheModule
+    from torchrec_embcache.model import CacheModule
 
     table = CacheTable(
         name="item",

@@ -13,7 +13,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from processes import Child, process_group
 from torchrec_embcache import TierBudgets, cache_modules, flush
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, Model, Rows, Settings, batches, rows_of, sharded
 
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from processes import Child, World, process_group
 from tables import OPTIMIZERS, Contents, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import TierBudgets
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
 from torchrec_saver_cases import FEATURES, contents, make, merged
 
 K = 12

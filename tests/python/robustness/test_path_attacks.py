@@ -26,10 +26,10 @@ from path_cases import (
 )
 from tables import Contents, make_bag
 from torchrec_embcache import _native
-from torchrec_embcache.blocks import loader, saver
+from torchrec_embcache.checkpoint.recis import loader, saver
+from torchrec_embcache.checkpoint.recis._session import RecisSession
 from torchrec_embcache.exceptions import CorruptionError, PathError, StateError, StorageError, StoragePermissionError
-from torchrec_embcache.sessions.blocks import RecisSession
-from torchrec_embcache.table_shard import TableShard
+from torchrec_embcache.table._shard import TableShard
 
 __all__ = ["place"]  # fixtures
 
@@ -72,7 +72,8 @@ def test_directory_swapped_for_a_link_in_a_save_is_not_followed(
 
 LOAD_STAGES = [
     (load, _native, "CheckpointDirectory.open_to_load"), (load, _native, "latest_checkpoint"), (load, _native, "CheckpointReader"),
-    (load_blocks, _native, "CheckpointDirectory.open_to_load"), (load_blocks, _native, "RecisReader"),
+    (load_blocks, _native, "CheckpointDirectory.open_to_load"),
+    (load_blocks, _native, "RecisReader"),
     (load_blocks, loader, "RecisCheckpoint"),
 ]  # fmt: skip
 

@@ -32,14 +32,14 @@ from path_cases import (
 )
 from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import EmbCacheError, _native
+from torchrec_embcache._fs import DirectoryHandle
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import checkpoints, main
-from torchrec_embcache.cli.convert import ConvertSettings, convert
+from torchrec_embcache.cli.convert.command import ConvertSettings, convert
 from torchrec_embcache.cli.report import EXIT_FAILED, EXIT_FOUND
 from torchrec_embcache.exceptions import PathError, StoragePermissionError
-from torchrec_embcache.folder import DirectoryHandle
-from torchrec_embcache.saver import Saver
 
-CONVERT = importlib.import_module("torchrec_embcache.cli.convert")
+CONVERT = importlib.import_module("torchrec_embcache.cli.convert.command")
 RENAME_EXCHANGE, AT_FDCWD = 2, -100
 
 
@@ -103,9 +103,11 @@ def test_directory_constantly_swapped_for_a_link_is_not_followed(door: Door, pla
 
 
 DCP_STAGES = [
-    (save_by_dcp, "CheckpointDirectory.open_to_save"), (save_by_dcp, "remove_stale_parts"), (save_by_dcp, "CheckpointPart"),
+    (save_by_dcp, "CheckpointDirectory.open_to_save"),
+    (save_by_dcp, "remove_stale_parts"), (save_by_dcp, "CheckpointPart"),
     (save_by_dcp, "CheckpointSave"),
-    (save_beside_by_dcp, "CheckpointDirectory.open_to_save"), (save_beside_by_dcp, "CheckpointPart"),
+    (save_beside_by_dcp, "CheckpointDirectory.open_to_save"),
+    (save_beside_by_dcp, "CheckpointPart"),
     (save_beside_by_dcp, "CheckpointSave"),
 ]  # fmt: skip
 

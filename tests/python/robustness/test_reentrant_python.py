@@ -12,11 +12,11 @@ BEFORE = """
 import gc, os, signal, sys, threading
 import torch
 from torchrec_embcache import _native, EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.device_tier import DeviceTier
-from torchrec_embcache.kernels import TorchBackend
-from torchrec_embcache.saver import Saver
+from torchrec_embcache._device.tier import DeviceTier
+from torchrec_embcache._kernels.core import TorchBackend
+from torchrec_embcache.checkpoint import Saver
 
 directory = sys.argv[1]
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lifecycle_cases import embedding, update
 from torchrec_embcache import _native, admission, optimizers
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint
 from torchrec_embcache.exceptions import StateError, UnsupportedError
-from torchrec_embcache.saver import Saver
 
 PRECISIONS = ["fp32", "fp16", "bf16", "int8"]
 DIMS = [1, 3, 8, 65, 128]

@@ -24,7 +24,7 @@ from tables import make_bag
 from torchrec_embcache import Saver, cache_modules, serving
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError, UnsupportedError
 from torchrec_embcache.monitoring import ServingCollector
-from torchrec_embcache.serving.served import ServingModule
+from torchrec_embcache.serving._modules import ServingModule
 from torchrec_models import IDS, Model, Settings, batches, sharded
 
 ROWS = 60

@@ -17,13 +17,7 @@ from serving_cases import LATEST, Rows, contents, publish, served, threads, two_
 from tables import EXTREME_IDS
 from torchrec_embcache import Saver, admission, cache_modules, serving
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
-from torchrec_embcache.exceptions import (
-    ConfigError,
-    MismatchError,
-    PathError,
-    StaleError,
-    StateError,
-)
+from torchrec_embcache.exceptions import ConfigError, MismatchError, PathError, StaleError, StateError
 from torchrec_models import IDS, MIXED, Model, Settings, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model

@@ -19,12 +19,7 @@ import torch
 from lifecycle_cases import embedding
 from serving_cases import command, publish, two_saves, value_of
 from torchrec_embcache import Saver, _native, serving
-from torchrec_embcache.exceptions import (
-    ConfigError,
-    InputError,
-    MismatchError,
-    PathError,
-)
+from torchrec_embcache.exceptions import ConfigError, InputError, MismatchError, PathError
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tables import make_bag
-from torchrec_embcache import EmbCacheEmbeddingBag, EmbCacheWarning, TierBudgets, host_memory
+from torchrec_embcache import EmbCacheEmbeddingBag, EmbCacheWarning, TierBudgets
+from torchrec_embcache.table import _host_memory
 
 MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 WARNING = (
@@ -18,9 +19,9 @@ WARNING = (
 
 @pytest.fixture(autouse=True)
 def nothing_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_warned_bytes", 0)
+    monkeypatch.setattr(_host_memory, "_warned_bytes", 0)
     # Tests before may have left tables open.
-    monkeypatch.setattr(host_memory, "_tables", weakref.WeakSet())
+    monkeypatch.setattr(_host_memory, "_tables", weakref.WeakSet())
 
 
 def bag(name: str, tiers: TierBudgets) -> EmbCacheEmbeddingBag:
@@ -51,7 +52,7 @@ def test_only_budgets_of_open_tables_are_added_up() -> None:
 
 
 def limits(root: Path) -> list[int]:
-    found: Iterator[int] = host_memory._cgroup_limits(root)
+    found: Iterator[int] = _host_memory._cgroup_limits(root)
     return sorted(found)
 
 

@@ -23,10 +23,10 @@ from torchrec_embcache import (
     optimizers,
 )
 from torchrec_embcache.cli import main
+from torchrec_embcache.distributed import offload_stats, planner_constraints
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, StateError
-from torchrec_embcache.sharded import offload_stats, planner_constraints
 from torchrec_embcache.sizing import BudgetAdvice, TableTraffic, advise, read_traffic, traffic_of, write_traffic
-from torchrec_embcache.sizing.split import BudgetRequest, divide_budget
+from torchrec_embcache.sizing._split import BudgetRequest, divide_budget
 
 
 def curve(rows: list[int], ratios: list[float], births: float = 0.0) -> MissRatioCurve:

@@ -15,7 +15,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from long_run import IMPORTED, KILLED_AT, STEPS, Expected, Model, Run, counts_of, rows_of
 from processes import Child, World, process_group
 from torchrec_embcache import cache_modules
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:table .* did not fit", "ignore:table .* has no room for both")
 

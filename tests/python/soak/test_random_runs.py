@@ -27,9 +27,9 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
+from torchrec_embcache.checkpoint import Saver, SaveReport
 from torchrec_embcache.cli import main
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
-from torchrec_embcache.saver import Saver, SaveReport
 from torchrec_models import CPU, Batch, sharded
 
 TABLES, SAMPLES, WORLDS = ("old", "seldom"), 12, (1, 2, 3, 4)

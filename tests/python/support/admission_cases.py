@@ -14,10 +14,7 @@ from lifecycle_cases import (
     ids_of,
     update,
 )
-from torchrec_embcache import (
-    EmbCacheEmbedding,
-    admission,
-)
+from torchrec_embcache import EmbCacheEmbedding, admission
 
 THRESHOLD = 5
 

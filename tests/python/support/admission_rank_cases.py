@@ -16,11 +16,7 @@ from torchrec.distributed.train_pipeline import (
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync, TrainPipelineSparseDistLite
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from torchrec_embcache import (
-    EmbCacheTrainPipelineSparseDist,
-    admission,
-    cache_modules,
-)
+from torchrec_embcache import EmbCacheTrainPipelineSparseDist, admission, cache_modules
 from torchrec_models import (
     CPU,
     Batch,

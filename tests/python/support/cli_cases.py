@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from saver_cases import make_bag, train
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import main
-from torchrec_embcache.saver import Saver
 
 
 def save(path: Path, **changes: Any) -> Any:

@@ -4,10 +4,7 @@ from typing import Any
 
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from torchrec_embcache import (
-    EmbCacheEmbeddingBagCollection,
-    TierBudgets,
-)
+from torchrec_embcache import EmbCacheEmbeddingBagCollection, TierBudgets
 
 TIERS = TierBudgets(host_bytes="4MiB")
 

@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import __file__ as nvidia
 from triton.runtime.driver import driver
 
-from torchrec_embcache.device_tier import DeviceTier, TorchRowMover
-from torchrec_embcache.triton_kernels import launch
+from torchrec_embcache._device.tier import DeviceTier, TorchRowMover
+from torchrec_embcache._kernels.triton import launch
 
 CUOBJDUMP = Path(nvidia).parent / "bin" / "cuobjdump"
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "ftrl", "lamb"]

@@ -12,10 +12,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stream_model import Clock, Queue
-from torchrec_embcache import _native, device_tier, host_copies, kernels, lookup, pinned_memory, stream_order
-from torchrec_embcache.device_tier import DeviceTier
-from torchrec_embcache.triton_backend import TritonRowMover
-from torchrec_embcache.triton_kernels import launch
+from torchrec_embcache import _native
+from torchrec_embcache._device import host_copies, streams, tier
+from torchrec_embcache._device.tier import DeviceTier
+from torchrec_embcache._kernels import core
+from torchrec_embcache._kernels.triton import launch
+from torchrec_embcache._kernels.triton_backend import TritonRowMover
+from torchrec_embcache._lookup import group
 
 
 class Memory:
@@ -205,7 +208,7 @@ class _Plan:
 
 def install(model: Model, monkeypatch: Any) -> None:
     """Makes the CPU a device with the model's streams, and with asynchronous copies."""
-    monkeypatch.setattr(stream_order, "_module_of", lambda _: model)
+    monkeypatch.setattr(streams, "_module_of", lambda _: model)
     _install_copies(model, monkeypatch)
     _install_kernels(model, monkeypatch)
     _install_tiers(model, monkeypatch)
@@ -244,20 +247,20 @@ def _install_copies(model: Model, monkeypatch: Any) -> None:
             model.use_by_cpu(array, writes=False)
         return gathered(vectors, scalars)
 
-    for module in (pinned_memory, host_copies):
+    for module in (pinned, host_copies):
         monkeypatch.setattr(module, "has_async_copies", lambda _: True)
-    monkeypatch.setattr(pinned_memory, "pinned_empty", pinned)
+    monkeypatch.setattr(pinned, "pinned_empty", pinned)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(torch.Tensor, "to", sent)
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     monkeypatch.setattr(_native, "GatheredRows", read_by_core)
-    bring = device_tier.place_rows
-    monkeypatch.setattr(lookup, "place_rows", lambda plan, tiers: bring(_Plan(model, plan), tiers))
+    bring = tier.place_rows
+    monkeypatch.setattr(group, "place_rows", lambda plan, tiers: bring(_Plan(model, plan), tiers))
 
 
 def _install_kernels(model: Model, monkeypatch: Any) -> None:
     """Records the memory that torch's operators and the Triton kernels use."""
-    select, put, add_up = torch.Tensor.index_select, torch.Tensor.index_copy_, kernels._segment_sum
+    select, put, add_up = torch.Tensor.index_select, torch.Tensor.index_copy_, core._segment_sum
     pool, read, update = launch.pool_rows, launch.read_sequence, launch.update_rows
 
     def index_select(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -295,14 +298,14 @@ def _install_kernels(model: Model, monkeypatch: Any) -> None:
 
     monkeypatch.setattr(torch.Tensor, "index_select", index_select)
     monkeypatch.setattr(torch.Tensor, "index_copy_", index_copy_)
-    monkeypatch.setattr(kernels, "_segment_sum", segment_sum)
+    monkeypatch.setattr(core, "_segment_sum", segment_sum)
     monkeypatch.setattr(launch, "pool_rows", pooled)
     monkeypatch.setattr(launch, "read_sequence", sequence)
     monkeypatch.setattr(launch, "update_rows", updated)
 
 
 def _install_tiers(model: Model, monkeypatch: Any) -> None:
-    begin, zeros, grown = DeviceTier.__init__, torch.zeros, device_tier._grow
+    begin, zeros, grown = DeviceTier.__init__, torch.zeros, tier._grow
     opening = []
 
     def opened(tier: DeviceTier, *args: Any) -> None:
@@ -326,8 +329,8 @@ def _install_tiers(model: Model, monkeypatch: Any) -> None:
 
     monkeypatch.setattr(DeviceTier, "__init__", opened)
     monkeypatch.setattr(torch, "zeros", zeros_of_tier)
-    monkeypatch.setattr(device_tier, "_grow", grown_noted)
-    for moves in (device_tier.TorchRowMover, TritonRowMover):
+    monkeypatch.setattr(tier, "_grow", grown_noted)
+    for moves in (tier.TorchRowMover, TritonRowMover):
         _install_moves(model, monkeypatch, moves)
 
 

@@ -22,8 +22,8 @@ import torch
 from tables import make_bag, ssd_tiers
 from torchrec_embcache import TierBudgets, _native
 from torchrec_embcache import serialize as blocks
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import EmbCacheError, ReadOnlyError, StorageError
-from torchrec_embcache.saver import Saver
 
 MIB = 1 << 20
 

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tables import EXTREME_IDS
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, initializers, optimizers
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import main
 from torchrec_embcache.eviction import Policy, Ttl
-from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Saver as BlockSaver
 
 DIM = 4

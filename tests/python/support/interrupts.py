@@ -15,9 +15,9 @@ import torchrec_embcache
 from processes import Child
 from tables import random_batches
 from torchrec_embcache import EmbCacheEmbeddingBag
-from torchrec_embcache.dcp import EmbCacheStorageWriter
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.checkpoint.dcp import EmbCacheStorageWriter
 from torchrec_embcache.exceptions import EmbCacheError
-from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Saver as BlockSaver
 
 PACKAGE = os.path.dirname(torchrec_embcache.__file__)

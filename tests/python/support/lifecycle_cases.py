@@ -14,10 +14,10 @@ from torchrec import KeyedJaggedTensor
 import dcp_cases
 from tables import Contents, ssd_tiers
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import All, Keep, Policy, Score, Share, Ttl
-from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import BlockLoader, BlockSaver
+from torchrec_embcache.table.cache_table import shard_of
 
 DIM = 4
 TIERS = TierBudgets(host_bytes="4MiB")

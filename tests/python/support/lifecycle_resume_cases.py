@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_cases import run_beside
 from processes import process_group
-from torchrec_embcache import megatron
+from torchrec_embcache.integrations import megatron
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     from lightning.pytorch.callbacks import ModelCheckpoint
 
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
-from torchrec_embcache.lightning import EmbCacheCheckpoint
+from torchrec_embcache.integrations.lightning import EmbCacheCheckpoint
 
 # Lightning gives advice about workers, loggers and devices.
 LIGHTNING_WARNINGS = [

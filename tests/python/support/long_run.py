@@ -29,7 +29,7 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
-from torchrec_embcache.saver import Saver, SaveReport
+from torchrec_embcache.checkpoint import Saver, SaveReport
 from torchrec_models import sharded
 
 STEPS, DIM, SAMPLES, THRESHOLD, HALF_LIFE = 2000, 4, 6, 3, 64

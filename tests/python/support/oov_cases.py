@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-from torchrec_embcache import (
-    cache_modules,
-)
+from torchrec_embcache import cache_modules
 from torchrec_models import (
     Model,
     Settings,

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tables import make_bag, random_batches, train
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, serialize
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli.checkpoints import compact, reshard, verify
-from torchrec_embcache.cli.convert import ConvertSettings, convert
+from torchrec_embcache.cli.convert.command import ConvertSettings, convert
 from torchrec_embcache.exceptions import CorruptionError, PathError
-from torchrec_embcache.saver import Saver
 
 BATCHES = random_batches(3, bags=8, ids=60, seed=3)
 

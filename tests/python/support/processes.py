@@ -18,7 +18,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Children are forked from one process that has imported these modules, because the imports take seconds.
-IMPORTED_ONCE = ["torchrec_embcache.sharded", "torchrec_embcache.saver", "torchrec_embcache.train_pipeline"]
+IMPORTED_ONCE = [
+    "torchrec_embcache.distributed",
+    "torchrec_embcache.checkpoint.saver",
+    "torchrec_embcache.distributed.train_pipeline",
+]
 # Generous limits, which only end a hang.
 COLLECTIVE_TIMEOUT_S = 600
 ANSWER_TIMEOUT_S = 900

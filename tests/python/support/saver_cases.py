@@ -6,13 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchrec_embcache import (
-    EmbCacheEmbeddingBag,
-    TierBudgets,
-    initializers,
-    optimizers,
-)
-from torchrec_embcache.saver import Saver
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
+from torchrec_embcache.checkpoint import Saver
 
 OPTIMIZERS = [
     optimizers.SGD(lr=0.5),

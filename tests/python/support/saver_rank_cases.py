@@ -8,8 +8,8 @@ from torch import nn
 
 from tables import bucket_of
 from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import shard_of
-from torchrec_embcache.whole_model import CacheModule
+from torchrec_embcache.model import CacheModule
+from torchrec_embcache.table.cache_table import shard_of
 
 IDS = torch.cat([torch.arange(-500, 500), torch.tensor([-(1 << 63), (1 << 63) - 1])])
 BUCKETS = 11

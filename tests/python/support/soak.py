@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import StorageError
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.table.cache_table import shard_of
 
 DIM = 8
 INITIAL = np.float32(1.0)

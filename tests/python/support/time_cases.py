@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from torchrec_embcache import cache_modules
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.table.cache_table import shard_of
 
 
 def now(table: Any) -> float:

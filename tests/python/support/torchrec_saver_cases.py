@@ -13,13 +13,13 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache import TierBudgets, initializers
+from torchrec_embcache.distributed import EmbCacheEmbeddingBagCollectionSharder, EmbCacheEmbeddingCollectionSharder
 from torchrec_embcache.modules import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagConfig,
     EmbCacheEmbeddingCollection,
     EmbCacheEmbeddingConfig,
 )
-from torchrec_embcache.sharded import EmbCacheEmbeddingBagCollectionSharder, EmbCacheEmbeddingCollectionSharder
 
 FEATURES = ["a", "b"]
 RAM = TierBudgets(host_bytes="4MiB")

@@ -8,10 +8,11 @@ import pytest
 from torch import nn
 
 from tables import Contents, make_bag, ssd_tiers, step
-from torchrec_embcache import EmbCacheEmbeddingBag, flush, publish
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache import EmbCacheEmbeddingBag, flush
+from torchrec_embcache._ssd import commit
 from torchrec_embcache.config import SsdRoot
 from torchrec_embcache.exceptions import EmbCacheError, StateError
+from torchrec_embcache.table.cache_table import shard_of
 
 
 def bag_in(root: Path, name: str = "item", reopen: str | None = None) -> EmbCacheEmbeddingBag:
@@ -88,7 +89,7 @@ def test_a_mark_that_an_earlier_run_left_is_no_mark_of_a_new_flush(tmp_path):
     for bag in model:
         step(bag, [[1]])
     flush(model)
-    marked = max(publish.commit_ids_of_roots(publish.identify_roots([SsdRoot(str(root), "strict")])))
+    marked = max(commit.commit_ids_of_roots(commit.identify_roots([SsdRoot(str(root), "strict")])))
     close(model)
     model = model_in(root, reopen="discard")
     for bag in model:
@@ -101,12 +102,12 @@ def test_a_mark_that_an_earlier_run_left_is_no_mark_of_a_new_flush(tmp_path):
 
 def test_jobs_that_flush_into_one_root_get_distinct_commit_ids():
     known = [4, 9, 7]
-    tokens = [publish.new_commit_id(known) for _ in range(8)]
-    assert all(token > 9 and publish.is_multi_table(token) for token in tokens)
+    tokens = [commit.new_commit_id(known) for _ in range(8)]
+    assert all(token > 9 and commit.is_multi_table(token) for token in tokens)
     assert len(set(tokens)) == len(tokens)
 
 
 def test_where_no_token_is_left_the_error_says_what_to_do():
     with pytest.raises(StateError, match="Saver") as caught:
-        publish.new_commit_id([2**64 - 3])
+        commit.new_commit_id([2**64 - 3])
     assert isinstance(caught.value, EmbCacheError)

@@ -25,7 +25,6 @@ from torchrec_embcache import (
     initializers,
     optimizers,
 )
-from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import (
     ConfigError,
     CorruptionError,
@@ -36,6 +35,7 @@ from torchrec_embcache.exceptions import (
     StateError,
     StorageError,
 )
+from torchrec_embcache.table.cache_table import shard_of
 
 BATCHES = random_batches(12, 5, 150, seed=2)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit")
@@ -184,7 +184,7 @@ def test_flush_that_ends_between_tables_leaves_the_prior_state(tmp_path, monkeyp
         train(bag, BATCHES[3:6])
     with monkeypatch.context() as patch:
         patch.setattr(
-            "torchrec_embcache.publish.CommitParticipant.commit_as_coordinator", lambda *_: None
+            "torchrec_embcache._ssd.commit.CommitParticipant.commit_as_coordinator", lambda *_: None
         )  # no mark is made
         flush(model)
     for bag in model.values():
@@ -198,7 +198,7 @@ def test_flush_that_ends_between_tables_leaves_the_prior_state(tmp_path, monkeyp
 def test_unfinished_first_flush_leaves_nothing_to_resume(tmp_path, monkeypatch):
     model = two_bags(tmp_path / "ssd")
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.CommitParticipant.commit_as_coordinator", lambda *_: None)
+        patch.setattr("torchrec_embcache._ssd.commit.CommitParticipant.commit_as_coordinator", lambda *_: None)
         flush(model)
     for bag in model.values():
         shard_of(bag.table).native.close()
@@ -245,7 +245,7 @@ def test_marks_stay_where_tables_cannot_be_looked_for(tmp_path, monkeypatch, ref
 
     train_and_flush()
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.os.listdir", refuse)
+        patch.setattr("torchrec_embcache._ssd.commit.os.listdir", refuse)
         with pytest.raises(EmbCacheError, match="cannot look for tables in .*second") as caught:
             train_and_flush()
     assert caught.value.errno == refused
@@ -287,7 +287,7 @@ def stop_at(patch, calls):
                     raise Killed
             return getattr(self.root, name)
 
-    patch.setattr("torchrec_embcache.publish.CommitDirectory", Counted)
+    patch.setattr("torchrec_embcache._ssd.commit.CommitDirectory", Counted)
     return left
 
 
@@ -334,7 +334,7 @@ def test_a_root_whose_coordinator_is_gone_says_where_it_was(tmp_path, monkeypatc
     for bag in model.values():
         train(bag, BATCHES[:2])
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.CommitParticipant.commit_as_participant", lambda *_: None)
+        patch.setattr("torchrec_embcache._ssd.commit.CommitParticipant.commit_as_participant", lambda *_: None)
         flush(model)
     for bag in model.values():
         shard_of(bag.table).native.close()
@@ -493,7 +493,7 @@ def kill_on_ranks(rank, _size, root, follows):
             if follows
             else ("commit_as_coordinator", "commit_as_participant", "forget_commits")
         ):
-            patch.setattr(f"torchrec_embcache.publish.CommitParticipant.{cut}", lambda *_: None)
+            patch.setattr(f"torchrec_embcache._ssd.commit.CommitParticipant.{cut}", lambda *_: None)
         flush(bag)
     shard_of(bag.table).native.close()
     torch.distributed.barrier()
@@ -523,7 +523,7 @@ def flush_on_machines(rank, _size, root, action="always"):
             return self.path == mine and self.root.has_id(name)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        patch.setattr("torchrec_embcache.publish.CommitDirectory", OfOneMachine)
+        patch.setattr("torchrec_embcache._ssd.commit.CommitDirectory", OfOneMachine)
         train(bag, BATCHES[:2])
         warnings.simplefilter(action)
         if action == "error":

@@ -11,9 +11,10 @@ from torch import nn
 
 from processes import Child
 from tables import make_bag, ssd_tiers, step
-from torchrec_embcache import close_all, flush, lifetime
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache import close_all, flush
+from torchrec_embcache._ssd import autoflush
 from torchrec_embcache.exceptions import InUseError
+from torchrec_embcache.table.cache_table import shard_of
 
 
 def model_in(root: Path) -> nn.ModuleDict:
@@ -72,7 +73,7 @@ def test_a_cell_that_makes_a_model_again_closes_the_one_before(tmp_path: Path) -
     with pytest.raises(InUseError, match=r"torchrec_embcache\.close_all\(\) closes every table of this process"):
         model_in(tmp_path)
     close_all()
-    assert not lifetime.open_tables()
+    assert not autoflush.open_tables()
     again = model_in(tmp_path)
     assert (again["item"].table.step(), len(again["item"])) == (1, 3)
     close_all()
@@ -87,7 +88,7 @@ def test_close_all_closes_every_table_though_one_cannot_be_flushed(tmp_path: Pat
     def fails() -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(lifetime.open_tables()[0], "flush", fails)
+    monkeypatch.setattr(autoflush.open_tables()[0], "flush", fails)
     with pytest.raises(OSError, match="the disk is full"):
         close_all()
     assert shard_of(one.table).is_closed

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchrec_embcache._lookup.prefetch import IdBatch, PlanOptions, PrefetchQueue
 from torchrec_embcache.exceptions import StorageError
-from torchrec_embcache.lookahead import IdBatch, PlanOptions, PrefetchQueue
 
 WAIT_S = 600
 

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tables import OPTIMIZERS, Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbedding, RowMetadata, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StateError
+from torchrec_embcache.table.cache_table import shard_of
 
 
 @pytest.fixture(params=["host", "ssd", "device", "device_ssd"])

@@ -17,20 +17,13 @@ import torch
 from processes import Child, World
 from serving_cases import until
 from tables import AMPLE, make_bag, random_batches, ssd_tiers, train
-from torchrec_embcache import (
-    CacheTable,
-    EmbCacheEmbeddingBag,
-    TierBudgets,
-    flush,
-    initializers,
-    lifetime,
-    optimizers,
-)
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache import CacheTable, EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers
+from torchrec_embcache._ssd import autoflush
+from torchrec_embcache._ssd.flush import flush_tables
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import CapacityError, EmbCacheWarning
-from torchrec_embcache.flushing import flush_tables
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.whole_model import CacheModule
+from torchrec_embcache.model import CacheModule
+from torchrec_embcache.table.cache_table import shard_of
 
 BATCHES = random_batches(12, 6, 60, seed=5)
 
@@ -39,7 +32,7 @@ BATCHES = random_batches(12, 6, 60, seed=5)
 def _no_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make sure that tables of earlier tests do not count here, and are not dropped during a test, which would be logged."""
     gc.collect()
-    monkeypatch.setattr("torchrec_embcache.lifetime._open_tables", weakref.WeakSet())
+    monkeypatch.setattr("torchrec_embcache._ssd.autoflush._open_tables", weakref.WeakSet())
 
 
 def shard(directory: Path | None, rank: int, ranks: int, **settings: Any) -> CacheTable:
@@ -81,7 +74,7 @@ def test_files_of_another_rank_count_are_named_with_a_remedy(
     with caplog.at_level(logging.WARNING), shard(of_two_ranks, 0, 1, reopen=reopen):
         pass
     (record,) = caplog.records
-    assert record.name == "torchrec_embcache.disk"
+    assert record.name == "torchrec_embcache._ssd.diagnostics"
     said = record.getMessage()
     assert f"0-of-2, 1-of-2 in {of_two_ranks}/t/t were left by runs with other ranks" in said
     assert 'reopen="discard"' in said
@@ -251,9 +244,9 @@ def test_table_reopens_after_a_warning_raised_as_an_error(
         warnings.simplefilter("error")
         with pytest.raises(EmbCacheWarning, match="are free there") as kept:
             make_bag(tiers=tiers)
-    assert not lifetime.open_tables()
+    assert not autoflush.open_tables()
     with make_bag(tiers=tiers) as bag:
-        assert lifetime.open_tables() == [shard_of(bag.table)]
+        assert autoflush.open_tables() == [shard_of(bag.table)]
         assert kept.tb is not None
 
 
@@ -265,8 +258,8 @@ def test_budgets_of_several_tables_are_added_up(tmp_path: Path, monkeypatch: pyt
         f_frsize = real.f_frsize
         f_bavail = free // real.f_frsize
 
-    monkeypatch.setattr("torchrec_embcache.disk.os.statvfs", lambda _: Small)
-    monkeypatch.setattr("torchrec_embcache.disk._warned_roots", set())
+    monkeypatch.setattr("torchrec_embcache._ssd.diagnostics.os.statvfs", lambda _: Small)
+    monkeypatch.setattr("torchrec_embcache._ssd.diagnostics._warned_roots", set())
     tiers = ssd_tiers(tmp_path / "ssd", ssd_bytes="100MiB")
     first = make_bag(name="first", tiers=tiers)
     with pytest.warns(EmbCacheWarning, match="are 200 MiB together"):
@@ -344,7 +337,10 @@ def test_events_are_logged_once_at_info_and_steps_are_not(tmp_path: Path, logged
     tiers = {"host_bytes": "1MiB", "ssd_bytes": "16MiB"}
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", **tiers)) as bag:
         assert [line for line in logged if "torchrec_embcache.core" not in line] == [
-            f"INFO torchrec_embcache.disk: table 'item': opened without rows, with host 1 MiB, ssd 16 MiB in {tmp_path}/ssd"
+            (
+                f"INFO torchrec_embcache._ssd.diagnostics: table 'item': opened without rows, "
+                f"with host 1 MiB, ssd 16 MiB in {tmp_path}/ssd"
+            )
         ]
         logged.clear()
         train(bag, BATCHES, lookahead=2)
@@ -356,16 +352,19 @@ def test_events_are_logged_once_at_info_and_steps_are_not(tmp_path: Path, logged
         bag.flush()
         rows = len(bag)
         (line,) = logged
-        assert re.fullmatch(rf"INFO torchrec_embcache.cache: flushed {rows} rows of table 'item' in [\d.]+ s", line)
+        assert re.fullmatch(
+            rf"INFO torchrec_embcache.table.cache_table: flushed {rows} rows of table 'item' in [\d.]+ s", line
+        )
         logged.clear()
         flush(bag)
         (line,) = logged
-        assert re.fullmatch(rf"INFO torchrec_embcache.flushing: flushed {rows} rows of 'item' in [\d.]+ s", line)
+        assert re.fullmatch(rf"INFO torchrec_embcache._ssd.flush: flushed {rows} rows of 'item' in [\d.]+ s", line)
         logged.clear()
         saved = Saver(0).save(bag, tmp_path / "saved")
         (line,) = logged
         assert re.fullmatch(
-            rf"INFO torchrec_embcache.saver: saved {rows} rows in {tmp_path}/saved as {saved.checkpoint} \(full\) in [\d.]+ s",
+            rf"INFO torchrec_embcache.checkpoint.saver: saved {rows} rows in {tmp_path}/saved "
+            rf"as {saved.checkpoint} \(full\) in [\d.]+ s",
             line,
         )
         logged.clear()
@@ -377,14 +376,14 @@ def test_events_are_logged_once_at_info_and_steps_are_not(tmp_path: Path, logged
         Saver(0).load(bag, tmp_path / "saved")
         (line,) = logged
         assert re.fullmatch(
-            rf"INFO torchrec_embcache.saver: loaded {rows} rows of 'item' from {tmp_path}/saved \([^)]+\) in [\d.]+ s",
+            rf"INFO torchrec_embcache.checkpoint.saver: loaded {rows} rows of 'item' from {tmp_path}/saved \([^)]+\) in [\d.]+ s",
             line,
         )
         logged.clear()
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", reopen="resume", **tiers)):
         pass
     resumed = f"table 'item': resumed {rows} rows at step {len(BATCHES)} from {tmp_path}/ssd/item/item/0-of-1"
-    assert f"INFO torchrec_embcache.disk: {resumed}" in logged
+    assert f"INFO torchrec_embcache._ssd.diagnostics: {resumed}" in logged
 
 
 def save_on(rank: int, _size: int, path: str) -> list[str]:
@@ -395,7 +394,7 @@ def save_on(rank: int, _size: int, path: str) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    logger, handler = logging.getLogger("torchrec_embcache.saver"), Keeps(logging.INFO)
+    logger, handler = logging.getLogger("torchrec_embcache.checkpoint.saver"), Keeps(logging.INFO)
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     with shard(None, rank, 2) as table:

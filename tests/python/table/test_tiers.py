@@ -20,8 +20,8 @@ from tables import (
     train,
 )
 from torchrec_embcache import EmbCacheWarning, TierBudgets
+from torchrec_embcache._lookup.prefetch import MAX_PREFETCHED
 from torchrec_embcache.exceptions import DeviceMemoryError
-from torchrec_embcache.lookahead import MAX_PREFETCHED
 
 POLICIES = ["lru", "lfu", "s3fifo"]
 BATCHES = random_batches(24, 6, 160, seed=1)

@@ -22,10 +22,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from processes import World, process_group
 from tables import Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
-from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, cache_modules, flush, lifetime, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, cache_modules, flush, optimizers
+from torchrec_embcache._ssd import autoflush
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, Model, Settings, batches, rows_of, sharded
 from torchrec_models import train as train_model
 
@@ -61,7 +62,7 @@ def test_exit_after_a_failed_step_warns_and_flushes_nothing(tmp_path, monkeypatc
         with pytest.raises(RuntimeError, match="asked to fail"):
             train(torn, BATCHES[:1])
     with pytest.warns(EmbCacheWarning, match="nothing is flushed.*'?torn.*failed half-way"):
-        lifetime.flush_at_exit()
+        autoflush.flush_at_exit()
     assert len(other.table.commit_ids()) == flushed
     killed(torn, other)
 
@@ -202,7 +203,7 @@ def two_flushed(tmp_path: Path) -> list[EmbCacheEmbeddingBag]:
 
 def end(bags: list[EmbCacheEmbeddingBag], folder: Path) -> list[int]:
     """The steps that a resume finds once the process has ended."""
-    lifetime.flush_at_exit()
+    autoflush.flush_at_exit()
     killed(*bags)
     steps = []
     for name in ("first", "second"):
@@ -237,7 +238,7 @@ def test_training_that_goes_on_after_a_half_done_step_is_flushed(two_flushed: An
     with pytest.raises(KeyboardInterrupt):
         out.backward()
     with pytest.warns(EmbCacheWarning, match="amid a step"):
-        lifetime.flush_at_exit()
+        autoflush.flush_at_exit()
     step(first, BATCHES[3])
     assert end(two_flushed, tmp_path / "ssd") == [3, 3]
 
@@ -365,15 +366,15 @@ def test_a_table_that_did_not_change_is_not_flushed_again(tmp_path: Path, caplog
 
 
 def test_only_open_tables_are_looked_after(tmp_path: Path) -> None:
-    before = set(lifetime.open_tables())
+    before = set(autoflush.open_tables())
     bag = bag_in(tmp_path / "ssd")
     table = bag.table
-    assert set(lifetime.open_tables()) - before == {shard_of(table)}
+    assert set(autoflush.open_tables()) - before == {shard_of(table)}
     step(bag, BATCHES[0])
     assert shard_of(table).has_unflushed_rows
     bag.close()
     assert not shard_of(table).has_unflushed_rows
-    assert set(lifetime.open_tables()) <= before
+    assert set(autoflush.open_tables()) <= before
 
 
 # ---- reopen="auto"
@@ -401,7 +402,7 @@ def test_auto_starts_empty_after_an_unfinished_first_flush(tmp_path: Path, monke
     for bag in model.values():
         train(bag, BATCHES[:3])
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.CommitParticipant.commit_as_coordinator", lambda *_: None)
+        patch.setattr("torchrec_embcache._ssd.commit.CommitParticipant.commit_as_coordinator", lambda *_: None)
         flush(model)
     killed(*model.values())
     for name in model:
@@ -417,7 +418,7 @@ def test_auto_never_discards_what_was_published_after_it_looked(
         whole = Contents.of(bag)
     with monkeypatch.context() as patch:
         # As if it had been published just now.
-        patch.setattr("torchrec_embcache.table_shard.TableShard.commit_ids", lambda _: [])
+        patch.setattr("torchrec_embcache.table._shard.TableShard.commit_ids", lambda _: [])
         with pytest.raises(OSError, match="published a state .* just now: open the table again"):
             bag_in(tmp_path / "ssd")
     with bag_in(tmp_path / "ssd") as bag:
@@ -447,7 +448,7 @@ def test_flush_every_so_long_flushes_at_the_first_step_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("torchrec_embcache.lifetime.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("torchrec_embcache._ssd.autoflush.time.monotonic", lambda: now[0])
     bag = bag_in(tmp_path / "ssd", flush_every="10min")
     published = []
     for place, bags in enumerate(BATCHES[:9]):
@@ -481,9 +482,9 @@ def schedule_on_ranks(rank: int, _size: int, every: Any) -> list[int]:
     steps = [0]
     now = [1000.0 * rank]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_embcache.lifetime.time.monotonic", lambda: now[0])
-        patch.setattr("torchrec_embcache.lifetime.flush_tables", lambda *_, **__: flushed.append(steps[0]))
-        schedule = lifetime.FlushSchedule([every], collective=True)
+        patch.setattr("torchrec_embcache._ssd.autoflush.time.monotonic", lambda: now[0])
+        patch.setattr("torchrec_embcache._ssd.autoflush.flush_tables", lambda *_, **__: flushed.append(steps[0]))
+        schedule = autoflush.FlushSchedule([every], collective=True)
         for steps[0] in range(60):
             schedule.flush_if_due()
             now[0] += 1.0 if rank == 0 else 5.0

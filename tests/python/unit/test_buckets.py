@@ -13,11 +13,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from processes import World
 from project_paths import FIXTURES
 from tables import EXTREME_IDS, bucket_of
-from torchrec_embcache import CacheTable, TierBudgets, buckets, initializers, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache import CacheTable, TierBudgets, _buckets, initializers, optimizers
 from torchrec_embcache.config import bucket_range
+from torchrec_embcache.distributed._sharding import BucketFeaturesDist
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.sharded.sharding import BucketFeaturesDist
+from torchrec_embcache.table.cache_table import shard_of
 
 
 def many_ids() -> torch.Tensor:
@@ -35,29 +35,29 @@ def golden() -> Iterator[list[int]]:
 def test_buckets_are_those_of_the_golden_values() -> None:
     rows = list(golden())
     ids = np.array([row[0] for row in rows], np.int64)
-    hashes = buckets.hash_ids_(torch.from_numpy(ids.copy())).numpy().view(np.uint64)
+    hashes = _buckets.hash_ids_(torch.from_numpy(ids.copy())).numpy().view(np.uint64)
     assert hashes.tolist() == [row[1] for row in rows]
     for place, total in enumerate((4093, 11, 1 << 20), start=2):
         expected = [row[place] for row in rows]
-        assert buckets.buckets_of(ids, total).tolist() == expected
+        assert _buckets.buckets_of(ids, total).tolist() == expected
         assert [bucket_of(row[0], total) for row in rows] == expected
 
 
 def test_torch_and_the_core_hash_alike_and_back() -> None:
     ids = many_ids()
-    hashes = buckets.hash_ids_(ids.clone())
+    hashes = _buckets.hash_ids_(ids.clone())
     assert hashes.tolist() == [
         bucket_of(row_id, 1 << 64) - (bucket_of(row_id, 1 << 64) >> 63 << 64) for row_id in ids.tolist()
     ]
-    assert torch.equal(buckets.unhash_ids_(hashes.clone()), ids)
+    assert torch.equal(_buckets.unhash_ids_(hashes.clone()), ids)
 
     # This is the code for other devices, which runs on the CPU here.
     class Elsewhere(torch.Tensor):
         device = torch.device("meta")
 
     there = ids.clone().as_subclass(Elsewhere)
-    assert torch.equal(buckets.hash_ids_(there).as_subclass(torch.Tensor), hashes)
-    assert torch.equal(buckets.unhash_ids_(there).as_subclass(torch.Tensor), ids)
+    assert torch.equal(_buckets.hash_ids_(there).as_subclass(torch.Tensor), hashes)
+    assert torch.equal(_buckets.unhash_ids_(there).as_subclass(torch.Tensor), ids)
 
 
 def exchange(rank: int, size: int, features: int, pipelined: bool) -> list[list[int]]:
@@ -91,7 +91,7 @@ def test_each_id_is_sent_to_the_owner_of_its_bucket_as_the_core_says(features: i
     for rank, arrived in enumerate(three_ranks.run(exchange, features, False)):
         for total, found in zip((4093, 11), arrived, strict=False):
             begin, end = bucket_range(rank, 3, total)
-            places = buckets.buckets_of(ids, total)
+            places = _buckets.buckets_of(ids, total)
             assert sorted(found) == sorted(ids[(places >= begin) & (places < end)].tolist() * 3)
 
 

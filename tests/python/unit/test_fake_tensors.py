@@ -8,15 +8,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec import KeyedJaggedTensor
 
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.modules import features
+from torchrec_embcache.modules import _features
 
 
 @pytest.fixture
 def fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fake tensors be checked, whose lengths cannot be read."""
-    monkeypatch.setattr(features, "check_dense", lambda *_: None)
+    monkeypatch.setattr(_features, "check_dense", lambda *_: None)
     lengths = torch.ones(2, dtype=torch.int64)
-    monkeypatch.setattr(features, "host_copies", lambda _: [lengths])
+    monkeypatch.setattr(_features, "host_copies", lambda _: [lengths])
 
 
 @pytest.mark.usefixtures("fake_devices")
@@ -24,7 +24,7 @@ def test_a_batch_on_another_device_of_a_kind_is_refused() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         values, lengths = (torch.empty(2, dtype=torch.int64, device="cuda:1") for _ in range(2))
         batch = KeyedJaggedTensor(["a"], values, lengths=lengths)
-        check = partial(features.check_features, batch, ["a"], weighted=False, clicks=False, owner="bags 'shop'")
+        check = partial(_features.check_features, batch, ["a"], weighted=False, clicks=False, owner="bags 'shop'")
         for accepted in ("cuda:1", "cuda"):
             assert check(device=torch.device(accepted)).keys() == ["a"]
         with pytest.raises(InputError, match=r"values are on cuda:1 and the module on cuda:0: call .to\('cuda:0'\)"):
@@ -35,7 +35,7 @@ def test_the_cpu_is_one_device_whatever_its_number() -> None:
     values, lengths = (torch.ones(2, dtype=torch.int64, device="cpu:0") for _ in range(2))
     batch = KeyedJaggedTensor(["a"], values, lengths=lengths)
     for device in ("cpu", "cpu:0"):
-        checked = features.check_features(
+        checked = _features.check_features(
             batch, ["a"], weighted=False, clicks=False, owner="bags 'shop'", device=torch.device(device)
         )
         assert checked.values() is values

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, _native, initializers, optimizers, serving
-from torchrec_embcache.cache import CacheTable, shard_of
 from torchrec_embcache.exceptions import InputError
+from torchrec_embcache.table.cache_table import CacheTable, shard_of
 
 DIM = 4
 IDS = np.array([3, 1, 2, 3, 7, 9], np.int64)

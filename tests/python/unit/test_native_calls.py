@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from torchrec_embcache import TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import CacheTable, shard_of
-from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache._lookup.group import LookupGroup
+from torchrec_embcache.table.cache_table import CacheTable, shard_of
 
 PHASES = ("plan", "wait", "forward_pooled", "backward_pooled")
 

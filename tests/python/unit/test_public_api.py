@@ -14,9 +14,9 @@ import torchrec_embcache
 from project_paths import ROOT
 from tables import AMPLE, make_bag, step
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheEmbeddingBag, TierBudgets, optimizers
-from torchrec_embcache.cache import shard_of
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, StateError
+from torchrec_embcache.table.cache_table import shard_of
 
 PUBLIC_WITHOUT_TORCHREC = {
     "AdmissionStats",

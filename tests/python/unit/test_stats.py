@@ -21,9 +21,9 @@ from torchrec_embcache import (
     eviction,
     optimizers,
 )
-from torchrec_embcache.cache import shard_of
 from torchrec_embcache.config import CachePolicy
 from torchrec_embcache.exceptions import ConfigError
+from torchrec_embcache.table.cache_table import shard_of
 
 STUB = Path(_native.__file__).parent / "_native.pyi"
 

@@ -23,13 +23,13 @@ from processes import Child, World
 from saver_cases import OPTIMIZERS, loaded, make_bag, root, rows, tiers, train
 from saver_rank_cases import IDS, Shards, weights_of
 from tables import bucket_of
-from torchrec_embcache import _native, beside, optimizers, under_way
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache import _native, _saves_in_flight, optimizers
+from torchrec_embcache._dist.ranks import SingleRank
+from torchrec_embcache._paths import open_to_save
+from torchrec_embcache.checkpoint import Progress, Saver, SaveReport, _background
+from torchrec_embcache.checkpoint._async import TableSnapshots
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, PathError, StateError, StorageError
-from torchrec_embcache.paths import open_to_save
-from torchrec_embcache.saver import Progress, Saver, SaveReport
-from torchrec_embcache.sessions.moment import TableSnapshots
-from torchrec_embcache.sessions.ranks import SingleRank
+from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 
@@ -40,7 +40,7 @@ SECONDS = 600.0
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Make saves beside training wait, before they write anything, until this is set."""
     go = threading.Event()
-    monkeypatch.setattr(beside._native, "work_in_background", lambda: go.wait(SECONDS))
+    monkeypatch.setattr(_background._native, "work_in_background", lambda: go.wait(SECONDS))
     yield go
     go.set()
 
@@ -260,7 +260,7 @@ def test_another_process_that_saves_meanwhile_fails_a_delta(
     train(bag, 1, seed=1)
     future = Saver(0).save_async(bag, root, incremental=True)
     with monkeypatch.context() as patch:
-        patch.setattr(under_way, "_saves", [])  # those of another process
+        patch.setattr(_saves_in_flight, "_saves", [])  # those of another process
         newest = Saver(0).save(other, root)
     held.set()
     with pytest.raises(StateError, match="save again"):
@@ -325,7 +325,7 @@ def test_progress_is_told_in_the_thread_and_can_end_the_save(root: Path) -> None
 ENDS = """
 import sys, torch
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
 bag = EmbCacheEmbeddingBag(
     name="item", embedding_dim=4, mode="sum", tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1)
 )
@@ -347,7 +347,7 @@ def test_a_process_ends_when_its_save_has_also_of_a_model_that_is_gone(how: str,
 
 def save_beside_training(rank: int, size: int, path: str) -> list[str]:
     go = threading.Event()
-    behind, beside._native.work_in_background = beside._native.work_in_background, lambda: go.wait(SECONDS)  # type: ignore[assignment]
+    behind, _background._native.work_in_background = _background._native.work_in_background, lambda: go.wait(SECONDS)  # type: ignore[assignment]
     try:
         shards = Shards(rank, size)
         model = nn.ModuleDict({"shards": shards})
@@ -370,11 +370,11 @@ def save_beside_training(rank: int, size: int, path: str) -> list[str]:
         dist.barrier()
         go.set()
         report = future.result(SECONDS)
-        group = beside.save_group()
+        group = _background.save_group()
         # The changes of each rank are in the delta, which builds on a checkpoint that all ranks know.
         delta = Saver().save_async(model, path, incremental=True, keep=9).result(SECONDS)
         assert (delta.kind, delta.parent) == ("delta", report.checkpoint)
-        assert beside.save_group() is group, "one process group for all saves"
+        assert _background.save_group() is group, "one process group for all saves"
         for checkpoint, expected in ((report.checkpoint, before), (delta.checkpoint, shards.contents())):
             again = Shards(rank, size)
             Saver().load(nn.ModuleDict({"shards": again}), path, checkpoint=checkpoint)
@@ -392,7 +392,7 @@ def save_beside_training(rank: int, size: int, path: str) -> list[str]:
         assert "on one rank" in str(error)
         return [report.checkpoint, delta.checkpoint]
     finally:
-        beside._native.work_in_background = behind
+        _background._native.work_in_background = behind
 
 
 def test_ranks_save_beside_training_and_tell_each_other_of_errors(two_ranks: World, root: Path) -> None:

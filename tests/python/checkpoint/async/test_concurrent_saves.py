@@ -15,12 +15,12 @@ from processes import Child
 from saver_cases import root
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import _native, optimizers
-from torchrec_embcache.blocks import writer
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Progress, Saver
+from torchrec_embcache.checkpoint.recis import _writer
 from torchrec_embcache.exceptions import CorruptionError, PathError, StateError
-from torchrec_embcache.saver import Progress, Saver
 from torchrec_embcache.serialize import Loader
 from torchrec_embcache.serialize import Saver as BlockSaver
+from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 
@@ -113,7 +113,7 @@ def test_every_load_during_saves_finds_a_whole_checkpoint(root: Path) -> None:
 
 
 def test_unreadable_rows_under_a_block_load_poison_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "RUN_BYTES", 4_000)
+    monkeypatch.setattr(_writer, "RUN_BYTES", 4_000)
     source = make_bag()
     ids = torch.arange(20_000)
     source.import_rows(ids, torch.ones(20_000, 4))
@@ -158,7 +158,7 @@ if how == "early":
 import torch
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers, _native
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.serialize import Saver as BlockSaver
 bag = EmbCacheEmbeddingBag(
     name="item", embedding_dim=4, mode="sum", tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1)
@@ -257,7 +257,7 @@ def test_a_save_that_an_atexit_function_begins_is_completed(how: str, tmp_path: 
 def test_worker_forked_in_a_block_save_does_not_block_later_ones(tmp_path: Path) -> None:
     out = run(
         """
-        from torchrec_embcache.sessions.blocks import RecisSession
+        from torchrec_embcache.checkpoint.recis._session import RecisSession
 
         children = []
 

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from dcp_cases import IDS, Model, blank, dense_state, held, load, rows, same, save, stageable, weights_of
 from processes import Child, process_group
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.checkpoint._save import SaveSession
 from torchrec_embcache.cli.checkpoints import verify
 from torchrec_embcache.exceptions import (
     CorruptionError,
@@ -27,8 +28,7 @@ from torchrec_embcache.exceptions import (
     StoragePermissionError,
     UnsupportedError,
 )
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.sessions.save import SaveSession
+from torchrec_embcache.table.cache_table import shard_of
 
 # DCP gives this warning whenever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -375,7 +375,7 @@ def test_failed_async_save_removes_the_staged_tables(
         raise StoragePermissionError("not today")
 
     if fails == "write_data":
-        monkeypatch.setattr("torchrec_embcache.dcp.writer._write_item", refused)
+        monkeypatch.setattr("torchrec_embcache.checkpoint.dcp.writer._write_item", refused)
     elif fails == "_publish":
         monkeypatch.setattr(SaveSession, "publish", refused)
     with pytest.raises(CheckpointException):

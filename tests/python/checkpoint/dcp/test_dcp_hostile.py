@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import default_planner as torch_dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from dcp_cases import dense_state
-from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter, reader
-from torchrec_embcache.dcp.metadata import DenseExtent, from_json, to_json
+from torchrec_embcache.checkpoint.dcp import EmbCacheStorageReader, EmbCacheStorageWriter, reader
+from torchrec_embcache.checkpoint.dcp._metadata import DenseExtent, from_json, to_json
 from torchrec_embcache.exceptions import CorruptionError, UnsupportedError
 
 STREAMS = [1 << 20, 0, 4096]

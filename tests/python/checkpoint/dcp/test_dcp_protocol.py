@@ -22,9 +22,9 @@ from torch.futures import Future
 
 from dcp_cases import Model, load, rows, same, save
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.dcp.metadata import DenseExtent
+from torchrec_embcache.checkpoint._tensor_bytes import WINDOW_BYTES, byte_windows
+from torchrec_embcache.checkpoint.dcp._metadata import DenseExtent
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.tensor_bytes import WINDOW_BYTES, byte_windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

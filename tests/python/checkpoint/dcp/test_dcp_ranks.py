@@ -29,8 +29,8 @@ from torch.futures import Future
 from dcp_cases import IDS, Model, held, load, rows, save
 from processes import World
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, _native
-from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import InputError
+from torchrec_embcache.table.cache_table import shard_of
 
 ROWS, COLUMNS = 13, 9
 # The ways to spread a tensor over ranks. The state has one tensor of each, and loads put each into the others.

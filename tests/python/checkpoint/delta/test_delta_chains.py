@@ -11,10 +11,10 @@ import torch
 
 from saver_cases import make_bag, root, rows
 from tables import ssd_tiers
-from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction, saver
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction
+from torchrec_embcache.checkpoint import Progress, saver
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, StateError
-from torchrec_embcache.saver import Progress
+from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 

@@ -14,16 +14,9 @@ from saver_cases import OPTIMIZERS, loaded, make_bag, root, rows, tiers, train
 from saver_rank_cases import IDS, Shards, weights_of
 from tables import bucket_of
 from torchrec_embcache import TierBudgets, _native, initializers, optimizers
-from torchrec_embcache.cache import shard_of
-from torchrec_embcache.exceptions import (
-    ConfigError,
-    CorruptionError,
-    InputError,
-    MismatchError,
-    PathError,
-    StateError,
-)
-from torchrec_embcache.saver import LoadReport, Progress, Saver
+from torchrec_embcache.checkpoint import LoadReport, Progress, Saver
+from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, MismatchError, PathError, StateError
+from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 
@@ -222,7 +215,7 @@ def test_chain_with_a_gap_or_foreign_link_is_rejected_untouched(root: Path, tmp_
 def test_a_save_that_another_run_overtook_is_refused_and_removed(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import torchrec_embcache.saver as module
+    import torchrec_embcache.checkpoint.saver as module
 
     bag, other = make_bag(), make_bag()
     train(bag)

@@ -19,9 +19,9 @@ from processes import World
 from saver_cases import OPTIMIZERS, data_files, loaded, make_bag, root, rows, tiers, train
 from saver_rank_cases import IDS, Shards
 from torchrec_embcache import EmbCacheStorageReader, TierBudgets, optimizers, serialize
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 

@@ -22,10 +22,10 @@ from torchrec_embcache import (
     initializers,
     optimizers,
 )
+from torchrec_embcache.checkpoint.reports import SaveReport
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import CapacityError
-from torchrec_embcache.reports import SaveReport
-from torchrec_embcache.whole_model import CacheModule
+from torchrec_embcache.model import CacheModule
 
 # Of each id its weight, as a number that floats hold exactly, and the step that trained it last.
 Rows = dict[int, tuple[float, int]]

@@ -9,9 +9,9 @@ import pytest
 from fixture_files import CHAIN_IDS, DIM, TIER_ROWS, WAITING_IDS, chained, tier, train
 from project_paths import FIXTURES
 from torchrec_embcache import EmbCacheEmbedding, serving
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint
-from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Loader
 
 

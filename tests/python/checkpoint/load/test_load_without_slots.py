@@ -26,7 +26,7 @@ from torchrec_embcache import (
     serialize,
 )
 from torchrec_embcache.exceptions import CorruptionError, MismatchError
-from torchrec_embcache.modules.optimizer_choice import choose_optimizer
+from torchrec_embcache.modules._optimizer_choice import choose_optimizer
 
 BATCHES = random_batches(4, 6, 40)
 

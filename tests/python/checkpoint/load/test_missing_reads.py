@@ -20,11 +20,11 @@ from torchrec_embcache import (
     optimizers,
     serving,
 )
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint
 from torchrec_embcache.exceptions import ConfigError, MismatchError
-from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.modules.recsdk import AdmitAndEvictConfig
 
 __all__ = ["path"]  # a fixture
 

@@ -16,17 +16,10 @@ from torch import nn
 from processes import World
 from serialize_cases import BATCHES, path, saved_folder, trained
 from tables import Contents, bucket_of, make_bag, random_batches, ssd_tiers, train
-from torchrec_embcache import (
-    EmbCacheStorageReader,
-    EmbCacheStorageWriter,
-    TierBudgets,
-    initializers,
-    optimizers,
-    tensor_bytes,
-)
-from torchrec_embcache.blocks import reader, writer
-from torchrec_embcache.blocks.helpers import BoundedExecutor
-from torchrec_embcache.cache import CacheTable, shard_of
+from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, TierBudgets, initializers, optimizers
+from torchrec_embcache.checkpoint import _tensor_bytes
+from torchrec_embcache.checkpoint.recis import _reader, _writer
+from torchrec_embcache.checkpoint.recis._threads import BoundedExecutor
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import (
     CapacityError,
@@ -37,8 +30,9 @@ from torchrec_embcache.exceptions import (
     StateError,
     UnsupportedError,
 )
+from torchrec_embcache.model import CacheModule
 from torchrec_embcache.serialize import Loader, LoadInfo, Saver, WriteBlock
-from torchrec_embcache.whole_model import CacheModule
+from torchrec_embcache.table.cache_table import CacheTable, shard_of
 
 __all__ = ["path"]  # fixtures
 
@@ -79,7 +73,7 @@ def rows_of(*tables: CacheTable) -> dict[int, tuple[bytes, ...]]:
 def test_table_and_tensors_round_trip_and_train_alike(
     optimizer: optimizers.OptimizerSpec, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "RUN_BYTES", 900)  # several runs
+    monkeypatch.setattr(_writer, "RUN_BYTES", 900)  # several runs
     bag, dense = trained(optimizer=optimizer), nn.Linear(7, 5)
     Saver(path=str(path), hashtables={"item": bag}, tensors=dict(dense.state_dict())).save()
     other, into = make_bag(optimizer=optimizer), nn.Linear(7, 5)
@@ -114,7 +108,7 @@ def test_rows_of_all_tiers_are_saved_and_load_into_other_budgets(path: Path, tmp
 def test_tensors_of_any_type_shape_and_stride_come_back(
     dtype: torch.dtype, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_bytes, "WINDOW_BYTES", 256 << 10)
+    monkeypatch.setattr(_tensor_bytes, "WINDOW_BYTES", 256 << 10)
     base = torch.randint(0, 2, (300, 500)).to(dtype)
     tensors = {"a": base, "strided": base.t(), "scalar": base[0, 0], "none": base[:0], "1": base[3]}
     Saver(path=str(path), tensors=tensors).save()
@@ -169,7 +163,7 @@ def test_tensors_may_be_called_as_the_zeros_between_them_are(path: Path) -> None
 def test_any_number_of_shards_loads_what_any_number_saved(
     saved: int, loading: int, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "RUN_BYTES", 900)
+    monkeypatch.setattr(_writer, "RUN_BYTES", 900)
     bag = trained()
     whole = rows_of(bag.table)
     Saver(path=str(path / "one"), hashtables={"item": bag}).save()
@@ -238,12 +232,12 @@ def test_a_table_with_another_number_of_buckets_takes_its_rows(path: Path) -> No
 
 
 def test_a_shard_reads_only_what_it_owns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "RUN_BYTES", 900)
+    monkeypatch.setattr(_writer, "RUN_BYTES", 900)
     read = 0
 
-    plain = reader.RecisRunReader._column
+    plain = _reader.RecisRunReader._column
 
-    def counted(run: reader.RecisRunReader, slot: str) -> Any:
+    def counted(run: _reader.RecisRunReader, slot: str) -> Any:
         nonlocal read
         column = plain(run, slot)
         read += column.nbytes
@@ -251,7 +245,7 @@ def test_a_shard_reads_only_what_it_owns(path: Path, monkeypatch: pytest.MonkeyP
 
     bag = trained()
     Saver(path=str(path), hashtables={"item": bag}).save()
-    monkeypatch.setattr(reader.RecisRunReader, "_column", counted)
+    monkeypatch.setattr(_reader.RecisRunReader, "_column", counted)
     Loader(str(path), hashtables={"item": rank_shard(0, 1)}).load()
     whole, read = read, 0
     Loader(str(path), hashtables={"item": rank_shard(1, 4)}).load()
@@ -260,7 +254,7 @@ def test_a_shard_reads_only_what_it_owns(path: Path, monkeypatch: pytest.MonkeyP
 
 def test_any_program_can_read_the_files_by_the_indexes_of_recis(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules of RecIS' own reader, written down again: names by tensorkey.json, files by index, then plain safetensors."""
-    monkeypatch.setattr(writer, "RUN_BYTES", 900)
+    monkeypatch.setattr(_writer, "RUN_BYTES", 900)
     bag = trained()
     Saver(path=str(path / "one"), hashtables={"item": bag}).save()
     shards = [rank_shard(rank, 2) for rank in range(2)]
@@ -453,7 +447,7 @@ def test_killed_shard_does_not_complete_its_save_with_later_rows(path: Path) -> 
 
 
 def test_training_while_a_save_runs_ends_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "RUN_BYTES", 900)
+    monkeypatch.setattr(_writer, "RUN_BYTES", 900)
     bag = trained()
 
     def train_on(blocks: list[WriteBlock]) -> list[WriteBlock]:

@@ -13,12 +13,12 @@ import torch
 
 from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import _native
-from torchrec_embcache.blocks import loader, writer
-from torchrec_embcache.blocks.reader import RecisCheckpoint
+from torchrec_embcache._paths import open_to_load
+from torchrec_embcache.checkpoint.recis import _writer, loader
+from torchrec_embcache.checkpoint.recis._reader import RecisCheckpoint
+from torchrec_embcache.checkpoint.recis._session import RecisSession
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError, StateError, UnsupportedError
-from torchrec_embcache.paths import open_to_load
 from torchrec_embcache.serialize import Loader, Saver
-from torchrec_embcache.sessions.blocks import RecisSession
 
 BATCHES = random_batches(6, bags=8, ids=90, seed=3)
 
@@ -52,7 +52,7 @@ def test_a_load_that_failed_keeps_nothing_of_the_checkpoint_open(path: Path) -> 
 
 
 def test_each_changed_byte_poisons_tables_until_a_good_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "RUN_BYTES", 900)
+    monkeypatch.setattr(_writer, "RUN_BYTES", 900)
     bag, dense = trained(), {"w": torch.randn(50)}
     Saver(0, 1, 2, str(path), {"item": bag}, dense).save()
     shutil.copytree(path, path.with_name("good"))
@@ -130,7 +130,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_no_files(path: Path, monkey
     before, content = saved_folder(path), Contents.of(bag)
     train(bag, BATCHES[:2])
     stages: list[tuple[Any, str]] = [
-        (RecisSession, "open_files"), (writer._ShardWriter, "_append"), (writer._ShardWriter, "_write_table"),
+        (RecisSession, "open_files"), (_writer._ShardWriter, "_append"), (_writer._ShardWriter, "_write_table"),
         (RecisSession, "publish"),
     ]  # fmt: skip
     for module, name in stages:

@@ -17,20 +17,15 @@ from torch import nn
 
 from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import EmbCacheEmbeddingBag, EmbCacheError, TierBudgets, flush, optimizers, serialize, serving
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache._paths import PathChecks, open_to_save, path_exists
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.checkpoint.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
+from torchrec_embcache.checkpoint.dcp._paths import has_checkpoint
 from torchrec_embcache.cli import main
-from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.dcp.paths import has_checkpoint
-from torchrec_embcache.exceptions import (
-    ConfigError,
-    PathError,
-    StorageError,
-    StoragePermissionError,
-)
+from torchrec_embcache.exceptions import ConfigError, PathError, StorageError, StoragePermissionError
 from torchrec_embcache.monitoring import JsonlLogger
-from torchrec_embcache.paths import PathChecks, open_to_save, path_exists
-from torchrec_embcache.saver import Saver
 from torchrec_embcache.sizing import read_traffic, write_traffic
+from torchrec_embcache.table.cache_table import CacheTable
 
 BATCHES = random_batches(4, bags=8, ids=400, seed=5)
 

@@ -18,15 +18,15 @@ import torch.distributed.checkpoint as dcp
 import torchrec_embcache
 from tables import Contents, make_bag, random_batches, step, train
 from torchrec_embcache import _native
+from torchrec_embcache._dist.ranks import SingleRank
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.checkpoint._save import RankPart, SaveSession
+from torchrec_embcache.checkpoint.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint
-from torchrec_embcache.cli.convert import ConvertSettings, convert
-from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
+from torchrec_embcache.cli.convert.command import ConvertSettings, convert
 from torchrec_embcache.exceptions import InputError, StateError
 from torchrec_embcache.optimizers import RowWiseAdagrad
-from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import BlockSaver
-from torchrec_embcache.sessions.ranks import SingleRank
-from torchrec_embcache.sessions.save import RankPart, SaveSession
 
 PACKAGE = Path(torchrec_embcache.__file__).parent
 SECONDS = 600.0
@@ -54,7 +54,12 @@ def test_only_the_sessions_begin_saves_and_loads_in_the_core() -> None:
     called = modules_that_call(BEGINS)
     # `verify` reads the bytes beside the tables without a load.
     assert {path for path in called if not path.startswith("sessions/")} == {"cli/checkpoints.py"}
-    assert {"sessions/save.py", "sessions/part.py", "sessions/moment.py", "sessions/blocks.py"} <= called
+    assert {
+        "checkpoint/_save.py",
+        "checkpoint/_part.py",
+        "checkpoint/_async.py",
+        "checkpoint/recis/_session.py",
+    } <= called
 
 
 def test_whatever_saves_tables_sweeps_them_first() -> None:
@@ -128,7 +133,7 @@ def test_whatever_is_begun_is_ended_by_a_session(door: str, tmp_path: Path) -> N
         sys.setprofile(None)
         threading.setprofile(None)
     assert callers
-    assert all(module.startswith("torchrec_embcache.sessions.") for _, module in callers), callers
+    assert all(module.startswith("torchrec_embcache.checkpoint.") for _, module in callers), callers
 
 
 def test_what_ranks_send_each_other_is_pickled_and_compared_by_value() -> None:

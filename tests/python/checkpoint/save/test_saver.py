@@ -15,23 +15,10 @@ from torch import nn
 
 from saver_cases import IN_RAM, OPTIMIZERS, data_files, make_bag, root, rows, train
 from tables import bucket_of
-from torchrec_embcache import (
-    EmbCacheEmbedding,
-    TierBudgets,
-    _native,
-    cache_modules,
-    optimizers,
-)
-from torchrec_embcache.cache import shard_of
-from torchrec_embcache.exceptions import (
-    ConfigError,
-    CorruptionError,
-    InputError,
-    MismatchError,
-    PathError,
-    StateError,
-)
-from torchrec_embcache.saver import Saver
+from torchrec_embcache import EmbCacheEmbedding, TierBudgets, _native, cache_modules, optimizers
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, MismatchError, PathError, StateError
+from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # fixtures
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchrec_embcache import EmbCacheEmbeddingBag, EmbCacheError, TierBudgets, _native, optimizers
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import PathError, StoragePermissionError
-from torchrec_embcache.saver import Saver
 
 
 def make_bag() -> EmbCacheEmbeddingBag:

@@ -10,9 +10,9 @@ from torch import nn
 
 from processes import World
 from saver_rank_cases import BUCKETS, IDS, Shards, weights_of
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.table.cache_table import shard_of
 
 EXPECTED = sorted(
     (name, row_id, weights_of(torch.tensor([row_id]))[0].tolist(), float(torch.tensor(row_id).to(torch.float32)))

@@ -12,8 +12,8 @@ from torch import nn
 
 from saver_cases import OPTIMIZERS, make_bag, rows, tiers, train
 from torchrec_embcache import optimizers
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import MismatchError
-from torchrec_embcache.saver import Saver
 
 Contents = dict[str, dict[int, tuple[Any, ...]]]
 SEEDS = int(os.environ.get("EMBCACHE_PYTHON_SEQUENCES", "3"))

@@ -10,11 +10,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from processes import World
-from torchrec_embcache.modules import (
-    EmbCacheEmbeddingBagCollection,
-    EmbCacheEmbeddingBagConfig,
-)
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig
 from torchrec_saver_cases import FEATURES, RAM, contents, make, merged
 
 

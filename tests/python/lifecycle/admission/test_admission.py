@@ -38,9 +38,9 @@ from torchrec_embcache import (
     cache_modules,
     optimizers,
 )
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, InputError
-from torchrec_embcache.saver import Saver
 from torchrec_models import (
     MIXED,
     ROW_WISE,

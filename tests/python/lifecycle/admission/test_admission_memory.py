@@ -17,7 +17,7 @@ from torchrec_embcache import (
     admission,
     cache_modules,
 )
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import Model, Settings, batches, sharded
 
 #: Memory for four ids in each of two generations, of a table with one bucket.

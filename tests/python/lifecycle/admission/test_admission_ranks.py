@@ -16,11 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import dcp_cases
 from admission_rank_cases import PIPELINES, SIZE, drain, made, pending, pipeline_of, pipelines_on_a_cpu, state, train
 from processes import World, process_group
-from torchrec_embcache import (
-    EmbCacheStorageWriter,
-    megatron,
-)
-from torchrec_embcache.saver import Saver
+from torchrec_embcache import EmbCacheStorageWriter
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.integrations import megatron
 from torchrec_models import (
     MIXED,
     ROW_WISE,

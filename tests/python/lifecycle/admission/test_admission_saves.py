@@ -19,9 +19,10 @@ from admission_cases import IDS, Counted, counting, counts_of, train
 from lifecycle_cases import ids_of, update
 from processes import Child, process_group
 from tables import Contents, ssd_tiers
-from torchrec_embcache import EmbCacheEmbedding, EmbCacheStorageWriter, beside, megatron, optimizers
+from torchrec_embcache import EmbCacheEmbedding, EmbCacheStorageWriter, optimizers
+from torchrec_embcache.checkpoint import Saver, _background
 from torchrec_embcache.cli import main
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.integrations import megatron
 
 SECONDS = 600.0
 # The step of the save, and the last one.
@@ -41,7 +42,7 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Make saves beside training wait, before they write anything, until this is set."""
     go = threading.Event()
-    monkeypatch.setattr(beside._native, "work_in_background", lambda: go.wait(SECONDS))
+    monkeypatch.setattr(_background._native, "work_in_background", lambda: go.wait(SECONDS))
     yield go
     go.set()
 

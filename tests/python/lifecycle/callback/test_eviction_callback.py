@@ -19,9 +19,9 @@ from callback_cases import POLICIES, Row, Told, rows_of
 from lifecycle_cases import DIM, HALF_LIFE, Ahead, budgets, come_again, embedding, ids_of, update
 from processes import process_group
 from torchrec_embcache import EmbCacheEmbedding, EvictedRows, RowMetadata, TierBudgets, cache_modules, optimizers
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, EvictionHookError, StateError
-from torchrec_embcache.saver import Saver
 from torchrec_models import MIXED, ROW_WISE, Model, Settings, batches, sharded
 from torchrec_models import train as train_model
 

@@ -21,10 +21,10 @@ from processes import Child
 from project_paths import SUPPORT
 from tables import ssd_tiers
 from torchrec_embcache import EmbCacheEmbedding, EvictedRows, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import EvictionHookError, StateError
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.table.cache_table import shard_of
 
 # Long enough for any machine. It only keeps a hang from lasting for ever.
 MOST_S = 600
@@ -66,7 +66,7 @@ def waits_in_a_join(thread: threading.Thread) -> bool:
     while frame is not None:
         names.append((os.path.basename(frame.f_code.co_filename), frame.f_code.co_name))
         frame = frame.f_back
-    return ("threading.py", "join") in names and ("telling.py", "closing") in names
+    return ("threading.py", "join") in names and ("_evict_callback.py", "closing") in names
 
 
 def interrupt_until(interrupted: threading.Event) -> None:
@@ -238,7 +238,7 @@ def test_table_dropped_while_core_is_empty_delivers_and_exits():
 FORKED = """
 import os, sys, threading, torch
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, optimizers
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_embcache.exceptions import StateError
 fails, end = sys.argv[1] == "fails", sys.argv[2]
 gate, began, parent = threading.Event(), threading.Event(), os.getpid()

@@ -19,15 +19,9 @@ from lifecycle_cases import (
     update,
 )
 from tables import Contents
-from torchrec_embcache import (
-    EmbCacheEmbedding,
-    RowMetadata,
-    TierBudgets,
-    admission,
-    evict,
-)
+from torchrec_embcache import EmbCacheEmbedding, RowMetadata, TierBudgets, admission, evict
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
-from torchrec_embcache.saver import Saver
 
 POLICIES = {
     "time": Policy([Ttl(steps=4)], every_steps=3),

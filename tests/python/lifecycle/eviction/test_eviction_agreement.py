@@ -14,17 +14,17 @@ import dcp_cases
 from admission_rank_cases import PIPELINES, drain, pipeline_of, pipelines_on_a_cpu
 from processes import process_group
 from torchrec_embcache import _native, cache_modules, evict
+from torchrec_embcache._dist.ranks import SingleRank
 from torchrec_embcache.admission import Count, ShowClick
-from torchrec_embcache.agreement import SweepInputs, gather_single_rank
-from torchrec_embcache.cache import CacheTable, shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.eviction import All, L2Norm, Policy, Rule, Ttl
+from torchrec_embcache.eviction._inputs import SweepInputs, gather_single_rank
 from torchrec_embcache.exceptions import ConfigError, StateError, StorageError
 from torchrec_embcache.initializers import Constant
+from torchrec_embcache.model._evict import sweep_before_save
 from torchrec_embcache.optimizers import SGD
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.sessions.ranks import SingleRank
-from torchrec_embcache.sessions.sweep import sweep_before_save
+from torchrec_embcache.table.cache_table import CacheTable, shard_of
 from torchrec_models import (
     MIXED,
     ROW_WISE,

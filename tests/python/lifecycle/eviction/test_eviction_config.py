@@ -22,10 +22,10 @@ from torchrec_embcache import (
     initializers,
     optimizers,
 )
-from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.lifecycle import LifecycleConfig
+from torchrec_embcache.table._lifecycle import LifecycleConfig
+from torchrec_embcache.table.cache_table import shard_of
 
 TIERS = TierBudgets(host_bytes="1MiB")
 POLICY = Policy([Ttl(steps=9), L2Norm(below=0.5)], every_steps=4)

@@ -132,7 +132,7 @@ def written_badly(rank: int, world: int, path: str) -> None:
     state, writer = dcp_cases.stageable(dcp_cases.dense_state()), EmbCacheStorageWriter(path, model)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("torchrec_embcache.dcp.writer._write_item", refused)
+            patch.setattr("torchrec_embcache.checkpoint.dcp.writer._write_item", refused)
         with pytest.raises(CheckpointException, match="the disk is full") as raised:
             dcp.async_save(state, storage_writer=writer, process_group=group).result()
         assert raised.value.failures.keys() == {1}

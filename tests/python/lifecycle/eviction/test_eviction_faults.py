@@ -14,9 +14,9 @@ from lifecycle_cases import HALF_LIFE, Expected, budgets, embedding, ids_of, upd
 from ssd_records import place_of
 from tables import Contents, ssd_tiers
 from torchrec_embcache import evict
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import Policy, Score, Ttl
 from torchrec_embcache.exceptions import CorruptionError, ReadOnlyError, StorageError
-from torchrec_embcache.saver import Saver
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 import dcp_cases
 from processes import World, process_group
 from torchrec_embcache import admission, cache_modules, evict, set_time
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import Keep, Policy, Share, Ttl
-from torchrec_embcache.saver import Saver
 from torchrec_models import (
     ROW_WISE,
     Model,

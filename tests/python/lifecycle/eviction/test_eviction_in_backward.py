@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lifecycle_cases import DIM, budgets, embedding, ids_of
-from torchrec_embcache import lifetime
+from torchrec_embcache._ssd import autoflush
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Share
 from torchrec_embcache.exceptions import ConfigError
 
@@ -34,7 +34,7 @@ def test_failed_sweep_does_not_stop_other_modules_of_the_loss(tmp_path, place, p
     assert [table.stats().step for table in tables] == [1, 1, 1]
     assert [len(table) for table in tables] == [5, 5, 5]
     assert top.weight.grad is not None
-    assert not lifetime._is_step_incomplete(), "the end of the process would flush nothing"
+    assert not autoflush._is_step_incomplete(), "the end of the process would flush nothing"
     step([4, 5])
     assert [table.stats().step for table in tables] == [2, 2, 2]
     assert sorted(ids_of(swept)) == [4, 5]

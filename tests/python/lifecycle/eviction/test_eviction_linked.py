@@ -11,9 +11,9 @@ from cli_cases import run
 from processes import World, process_group
 from time_cases import BEGIN, TTL, natives, times_of
 from torchrec_embcache import TierBudgets, cache_modules
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import MismatchError
-from torchrec_embcache.saver import Saver
 from torchrec_models import ROW_WISE, Model, Settings, assert_same_rows, batches, rows_of, sharded, together
 
 SAVED, FLUSHED, END = 9, 12, 15

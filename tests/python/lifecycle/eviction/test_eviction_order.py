@@ -10,10 +10,10 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from lifecycle_cases import DIM, HALF_LIFE, Expected, budgets, come_again, embedding, ids_of, load_by, save_by, update
 from processes import process_group
 from tables import Contents
-from torchrec_embcache import RowMetadata, cache_modules, cuts, evict
-from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
+from torchrec_embcache import RowMetadata, cache_modules, evict
+from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl, _select
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.saver import Saver
 from torchrec_models import MIXED, ROW_WISE, TABLE_WISE, Model, Settings, assert_same_rows, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
@@ -201,7 +201,7 @@ def trained_with(
     rank: int, world: int, shardings: Any, policy: Policy, calls: list[int], listed: int, path: str
 ) -> Any:
     """Train some steps, with `evict(model)` after those in `calls`, and save. Returns the rows and how many left."""
-    before, cuts.MAX_LISTED_ROWS = cuts.MAX_LISTED_ROWS, listed
+    before, _select.MAX_LISTED_ROWS = _select.MAX_LISTED_ROWS, listed
     try:
         model = Model(Settings(options={"eviction": policy, "score_half_life_steps": HALF_LIFE}))
         apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
@@ -216,7 +216,7 @@ def trained_with(
         tables = [table for module in cache_modules(model).values() for table in module.tables.values()]
         return rows_of(model), sum(table.stats().eviction.evicted for table in tables)
     finally:
-        cuts.MAX_LISTED_ROWS = before
+        _select.MAX_LISTED_ROWS = before
 
 
 @pytest.fixture

@@ -8,15 +8,12 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from lifecycle_cases import HALF_LIFE
 from processes import process_group
-from torchrec_embcache import (
-    cache_modules,
-    evict,
-)
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache import cache_modules, evict
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
 from torchrec_embcache.exceptions import InputError, StateError, StorageError
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.sessions import sweep
+from torchrec_embcache.model import _evict
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, ROW_WISE, TABLE_WISE, Model, Settings, assert_same_rows, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
@@ -134,7 +131,7 @@ def refused(rank: int, world: int, what: str, path: str) -> Any:
     model = sharded(Model(Settings(options={"eviction": policy})), ROW_WISE, {"learning_rate": 0.1})
     train_model(model, batches(3, rank, world))
     tables = [shard_of(table) for module in cache_modules(model).values() for table in module.tables.values()]
-    before, sweep_together = rows_of(model), sweep.sweep_prepared
+    before, sweep_together = rows_of(model), _evict.sweep_prepared
     if rank == 1 and what == "steps":
         tables[0].native.set_step(9)
     if rank == 1 and what == "fails":
@@ -142,14 +139,14 @@ def refused(rank: int, world: int, what: str, path: str) -> Any:
         def fail(_tables: object, _rules: object) -> None:
             raise StorageError("the disk is gone")
 
-        sweep.sweep_prepared = fail
+        _evict.sweep_prepared = fail
     said = []
     for call in (lambda: evict(model), lambda: Saver().save(model, path)):
         try:
             call()
         except (StateError, StorageError) as error:
             said.append(f"{type(error).__name__}: {error}")
-    sweep.sweep_prepared = sweep_together
+    _evict.sweep_prepared = sweep_together
     if what == "steps" and rank == 1:
         tables[0].native.set_step(3)
     unchanged = rows_of(model) == before

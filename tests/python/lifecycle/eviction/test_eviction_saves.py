@@ -36,11 +36,11 @@ from torchrec_embcache import (
     TierBudgets,
     evict,
 )
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import StorageError
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.sessions import sweep
+from torchrec_embcache.model import _evict
+from torchrec_embcache.table.cache_table import shard_of
 
 AT_SAVES = Policy([Ttl(steps=4), L2Norm(below=0.4)])
 
@@ -112,7 +112,7 @@ def by_lightning(table: EmbCacheEmbedding, path: Path, *, asynchronous: bool) ->
     assert not asynchronous
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from torchrec_embcache.lightning import EmbCacheCheckpoint
+        from torchrec_embcache.integrations.lightning import EmbCacheCheckpoint
 
         # Lightning saves after a validation, with the model in eval mode.
         EmbCacheCheckpoint(path).on_save_checkpoint(None, table.eval(), {"state_dict": table.state_dict()})
@@ -133,7 +133,7 @@ def by_megatron(table: EmbCacheEmbedding, path: Path, *, asynchronous: bool) -> 
         warnings.simplefilter("ignore")
         from megatron.core import dist_checkpointing
 
-        from torchrec_embcache import megatron
+        from torchrec_embcache.integrations import megatron
     megatron.register()
     path.mkdir()
     state = {"model": {}, **megatron.sharded_tables(table)}
@@ -156,7 +156,7 @@ def test_save_whose_sweep_fails_writes_nothing_and_next_works(tmp_path, monkeypa
         raise StorageError("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(sweep, "sweep_prepared", fail)
+        patched.setattr(_evict, "sweep_prepared", fail)
         with pytest.raises((Exception, CheckpointException), match="the disk is gone"):
             save_by(door, table, path)
     assert Contents.of(table) == before
@@ -250,15 +250,15 @@ def test_share_taken_before_a_flush_is_not_taken_after_resume(tmp_path, swept):
     with made(None) as table:
         trained(table, 1)
         before = len(table)
-        sweep(table)
+        _evict(table)
         after = len(table)
         assert after == before - before // 5
     with made("resume") as table:
-        sweep(table)
+        _evict(table)
         assert len(table) == after
         trained(table, 2, 1)
         grown = len(table)
-        sweep(table)
+        _evict(table)
         assert len(table) == grown - grown // 5
 
 

@@ -10,8 +10,8 @@ import torch
 from callback_cases import POLICIES, Told
 from lifecycle_cases import HALF_LIFE, Ahead, budgets, come_again, embedding, update
 from torchrec_embcache import _native, optimizers
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import Keep, Policy, Ttl
-from torchrec_embcache.saver import Saver
 
 
 @pytest.mark.parametrize("on_evict", [None, "keep"])

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from lifecycle_cases import DIM, HALF_LIFE, budgets, decayed, embedding
-from torchrec_embcache import EmbCacheEmbedding, RowMetadata, cuts
-from torchrec_embcache.agreement import SweepInputs, gather_single_rank
-from torchrec_embcache.cache import shard_of
-from torchrec_embcache.collective import gather_results
-from torchrec_embcache.cuts import RankKey, TableRowCounts, find_thresholds
+from torchrec_embcache import EmbCacheEmbedding, RowMetadata
+from torchrec_embcache._dist.collective import gather_results
+from torchrec_embcache.eviction import _select
+from torchrec_embcache.eviction._inputs import SweepInputs, gather_single_rank
+from torchrec_embcache.eviction._select import RankKey, TableRowCounts, find_thresholds
 from torchrec_embcache.exceptions import ConfigError, StateError
+from torchrec_embcache.table.cache_table import shard_of
 
 STEP = 40
 # (score, last step) by id.
@@ -93,10 +94,10 @@ def tables_of(dice: random.Random, count: int) -> dict[str, Known]:
     }
 
 
-@pytest.mark.parametrize("listed", [1, 30, cuts.MAX_LISTED_ROWS])
+@pytest.mark.parametrize("listed", [1, 30, _select.MAX_LISTED_ROWS])
 @pytest.mark.parametrize("tiers", ["ram", "ssd", "device"])
 def test_a_cut_is_where_a_sorted_list_has_it(tmp_path, monkeypatch, tiers, listed):
-    monkeypatch.setattr(cuts, "MAX_LISTED_ROWS", listed)
+    monkeypatch.setattr(_select, "MAX_LISTED_ROWS", listed)
     dice = random.Random(f"{tiers} {listed}")
     for number, (name, known) in enumerate(tables_of(dice, 300).items()):
         order = in_order(known)
@@ -108,7 +109,7 @@ def test_a_cut_is_where_a_sorted_list_has_it(tmp_path, monkeypatch, tiers, liste
 
 
 def test_rows_that_differ_in_their_ids_alone_take_few_passes(monkeypatch):
-    monkeypatch.setattr(cuts, "MAX_LISTED_ROWS", 64)
+    monkeypatch.setattr(_select, "MAX_LISTED_ROWS", 64)
     table = filled(dict.fromkeys(range(5000), (1.0, 3)))
     rounds = []
 
@@ -149,7 +150,7 @@ def test_cut_gets_row_count_and_rows_of_the_last_step():
 
 
 def test_a_table_that_changes_between_two_passes_is_counted_anew(monkeypatch):
-    monkeypatch.setattr(cuts, "MAX_LISTED_ROWS", 1)
+    monkeypatch.setattr(_select, "MAX_LISTED_ROWS", 1)
     known = {row_id: (1.0 + row_id / 2**20, 0) for row_id in range(100)}
     table = filled(known)
     changes = iter([lambda: None, lambda: None, lambda: table.remove_rows([5]), lambda: put(table, {200: (1.0, 0)})])
@@ -184,7 +185,7 @@ def test_a_table_at_another_step_is_refused():
 
 def cut_by(rank: int, world: int, known: Known, counts: list[int], listed: int) -> Any:
     """The cuts of a table whose rows are dealt to the ranks. Where there are three, the middle one has no shard."""
-    cuts.MAX_LISTED_ROWS = listed
+    _select.MAX_LISTED_ROWS = listed
     holders = [other for other in range(world) if (world, other) != (3, 1)]
     mine = {row_id: row for row_id, row in known.items() if holders[row_id % len(holders)] == rank}
     table = filled(mine) if rank in holders else None
@@ -199,7 +200,7 @@ def cut_by(rank: int, world: int, known: Known, counts: list[int], listed: int) 
     try:
         return find_thresholds(SweepInputs(STEP, native, together), exactly(counts)), rounds
     finally:
-        cuts.MAX_LISTED_ROWS = 1 << 18
+        _select.MAX_LISTED_ROWS = 1 << 18
 
 
 @pytest.mark.parametrize("listed", [1, 50])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from torchrec_embcache._dist.ranks import SingleRank
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, ReadOnlyError, StateError, StorageError
-from torchrec_embcache.lifecycle import LifecycleConfig
-from torchrec_embcache.sessions import sweep
-from torchrec_embcache.sessions.ranks import SingleRank
+from torchrec_embcache.model import _evict
+from torchrec_embcache.table._lifecycle import LifecycleConfig
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _tables_that_only_say_what_they_are_asked(monkeypatch):
         for table, rule in zip(tables, rules, strict=True):
             table.sweep(rule)
 
-    monkeypatch.setattr(sweep, "sweep_prepared", sweep_together)
+    monkeypatch.setattr(_evict, "sweep_prepared", sweep_together)
 
 
 AT_SAVES = Policy([Ttl(steps=5)])
@@ -117,7 +117,7 @@ class TwoRanks:
 
 
 def swept(tables: dict[str, Any], *, at_save: bool = True) -> list[int]:
-    sweep._sweep(tables, SingleRank(), at_save=at_save)
+    _evict._sweep(tables, SingleRank(), at_save=at_save)
     return [table.sweeps for table in tables.values()]
 
 
@@ -149,7 +149,7 @@ def test_no_tables_are_no_error():
 
 def two(first: Table, second: Table, *, at_save: bool = True) -> list[str | None]:
     ranks, tables = TwoRanks(), (first, second)
-    return ranks.run(lambda rank: sweep._sweep({"item": tables[rank]}, ranks, at_save=at_save))  # type: ignore[dict-item]
+    return ranks.run(lambda rank: _evict._sweep({"item": tables[rank]}, ranks, at_save=at_save))  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("at_save", [True, False])
@@ -190,7 +190,7 @@ def test_a_shard_whose_disk_failed_on_one_rank_is_left_out_on_both():
 def test_call_sweeps_no_table_if_one_of_any_rank_is_unwritable():
     ranks, healthy, failed = TwoRanks(), Table(world_size=2), Table(world_size=2, no_new_rows=True)
     tables = ({"a": Table(world_size=2), "b": healthy}, {"a": Table(world_size=2), "b": failed})
-    said = ranks.run(lambda rank: sweep._sweep(tables[rank], ranks, at_save=False))  # type: ignore[arg-type]
+    said = ranks.run(lambda rank: _evict._sweep(tables[rank], ranks, at_save=False))  # type: ignore[arg-type]
     assert said == ["ReadOnlyError: it could not be written"] * 2
     assert [table.sweeps for rank in tables for table in rank.values()] == [0, 0, 0, 0]
 
@@ -200,5 +200,5 @@ def test_tables_that_ranks_do_not_share_need_not_agree():
     assert two(first, second) == [None, None]
     assert (first.sweeps, second.sweeps) == (1, 1)
     ranks, tables = TwoRanks(), ({"a": Table(world_size=2)}, {"b": Table(None, world_size=2)})
-    assert ranks.run(lambda rank: sweep._sweep(tables[rank], ranks, at_save=True)) == [None, None]  # type: ignore[arg-type]
+    assert ranks.run(lambda rank: _evict._sweep(tables[rank], ranks, at_save=True)) == [None, None]  # type: ignore[arg-type]
     assert (tables[0]["a"].sweeps, tables[1]["b"].sweeps) == (1, 0)

@@ -25,11 +25,11 @@ from torchrec_embcache import (
     admission,
     optimizers,
 )
+from torchrec_embcache._kernels.oov_row import exact_sums
+from torchrec_embcache._lookup.group import IdBatch, LookupGroup
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
-from torchrec_embcache.lookup import IdBatch, LookupGroup
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.shared_rows import exact_sums
 
 SHARED = {"admission": admission.Count(3), "not_admitted": "oov"}
 # An id of a table without admission that takes the part of the shared row.
@@ -254,7 +254,7 @@ def test_an_update_that_fails_leaves_it_and_every_row(monkeypatch):
         raise MemoryError("no memory for the new values")
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.kernels.updated_rows", no_memory)
+        patch.setattr("torchrec_embcache._kernels.core.updated_rows", no_memory)
         with pytest.raises(MemoryError):
             update(made(torch.tensor([1, 2])))
     assert (state_of(made), Contents.of(made)) == (before, rows)

@@ -11,15 +11,10 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 import dcp_cases
 from oov_cases import FUSED, assert_same_shared, made, shared_of
 from processes import process_group
-from torchrec_embcache import (
-    EmbCacheEmbeddingCollection,
-    EmbCacheEmbeddingConfig,
-    admission,
-    cache_modules,
-    kernels,
-)
+from torchrec_embcache import EmbCacheEmbeddingCollection, EmbCacheEmbeddingConfig, admission, cache_modules
+from torchrec_embcache._kernels import core
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.saver import Saver
 from torchrec_models import (
     MIXED,
     ROW_WISE,
@@ -138,7 +133,7 @@ def fails(rank: int, world: int, amid: bool) -> Any:
     said = ""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(kernels.CoreBackend, "_run" if amid else "_train_shared", refuse)
+            patch.setattr(core.CoreBackend, "_run" if amid else "_train_shared", refuse)
         try:
             loss.backward()
         except InputError as error:

@@ -9,9 +9,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from lifecycle_cases import DOORS, budgets, embedding, ids_of, load_by, save_by, update
 from time_cases import now
 from torchrec_embcache import TierBudgets, cache_modules, evict, set_time
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.saver import Saver
 from torchrec_models import MIXED, Model, Settings, batches, rows_of, sharded
 from torchrec_models import train as train_model
 

@@ -25,10 +25,10 @@ from lifecycle_cases import (
 from processes import process_group
 from time_cases import BEGIN, TTL, natives, times_of
 from torchrec_embcache import TierBudgets, cache_modules, evict, set_time
-from torchrec_embcache.cache import shard_of
+from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import All, Policy, Score, Ttl
 from torchrec_embcache.exceptions import InputError, StateError
-from torchrec_embcache.saver import Saver
+from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, ROW_WISE, Model, Settings, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model

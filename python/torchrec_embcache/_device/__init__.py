@@ -1,0 +1,1 @@
+"""Device tier: tensors of the device, pinned host memory and streams."""

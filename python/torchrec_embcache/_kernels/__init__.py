@@ -1,0 +1,1 @@
+"""Kernels of lookups and updates, and their selection by device."""

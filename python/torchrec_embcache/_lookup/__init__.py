@@ -1,0 +1,1 @@
+"""Lookups of batches, prefetching and bag offsets."""

@@ -1,0 +1,1 @@
+"""SSD tiers: commits, flushes, resume and disk diagnostics."""

@@ -1,0 +1,139 @@
+"""Flushes several tables as one state: flushes each under one commit id, then records the commit id as complete."""
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol, TypeVar
+
+from torchrec_embcache._dist.collective import all_gather, rank, run_on_all_ranks
+from torchrec_embcache.config import TierBudgets
+from torchrec_embcache.exceptions import EmbCacheWarning
+
+from . import commit
+
+__all__ = ["FlushableTable", "flush_tables"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class FlushableTable(Protocol):
+    """The operations of a table with an SSD tier that this module uses."""
+
+    name: str
+    tiers: TierBudgets
+
+    def open(self) -> None:
+        """Opens the table. Idempotent."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def flush_lock(self) -> AbstractContextManager[Any]:
+        """Lock held from the choice of a flush's commit id until its state is committed."""
+
+    def commit_ids(self) -> list[int]:
+        """Returns the commit ids of the states in its directory, oldest first."""
+
+    def known_commit_ids(self) -> list[int]:
+        """Returns these commit ids and those of its former states. A new commit id is larger than all of them."""
+
+    def flush_with_commit_id(self, commit_id: int | None) -> int:
+        """Commits a state under `commit_id`. Returns its row version."""
+
+    def mark_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
+        """Records that a resume finds the rows of this version; `by_all_ranks`: the rows of every rank."""
+
+
+def flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool = False) -> None:
+    """Writes every dirty row of `tables`, which have an SSD tier, and commits them as one state.
+
+    Collective: the tables of all ranks form one state. With `single_rank` this rank commits on its own. If one rank cannot write,
+    `StorageError` is raised on every rank, and a resume finds the previous state. Concurrent flushes of the same tables run one
+    after another.
+    """
+    with ExitStack() as held:
+        # In the same order in every thread, to prevent a deadlock.
+        for table in sorted(tables, key=id):
+            held.enter_context(table.flush_lock)
+        _flush_tables(tables, single_rank=single_rank)
+
+
+def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> None:
+    """Implements `flush_tables`. The caller holds `flush_lock` of each table."""
+    began = time.monotonic()
+    gather: Callable[[T], list[T]] = _values_of_single_rank if single_rank else all_gather
+    agree: Callable[[Callable[[], T]], T] = _run_single_rank if single_rank else run_on_all_ranks
+    me = 0 if single_rank else rank()
+    published: list[int] = []
+    known: list[int] = []
+
+    def commit_roots() -> list[commit.CommitRoot]:
+        return commit.identify_roots(table.tiers.ssd_root for table in tables)
+
+    def read_known_ids() -> None:
+        for table in tables:
+            table.open()
+            published.extend(table.commit_ids())
+            known.extend(table.known_commit_ids())
+        known.extend(commit.commit_ids_of_roots(commit_roots()))
+
+    agree(read_known_ids)
+    # Read again: if two ranks name a new root at the same time, both then see both names, and agree.
+    everyone = gather(agree(commit_roots))
+    token = commit.new_commit_id(token for tokens in gather(known) for token in tokens)
+    # Each rank's commit id is a random step ahead. All ranks take the largest.
+    token = max(gather(token))
+    marks = agree(lambda: commit.commit_participants(me, everyone))
+
+    def for_each(work: Callable[[T], object], of: Iterable[T]) -> None:
+        """Calls `work` for each of `of`. No rank continues before all have finished."""
+
+        def all_of_them() -> None:
+            for one in of:
+                work(one)
+
+        agree(all_of_them)
+
+    coordinators = {mark.coordinator for others in gather(marks) for mark in others}
+    if len(coordinators) > 1:
+        # Collective, because a warning may be turned into an error.
+        agree(lambda: _warn_of_coordinators(sorted(root.path for root, _ in coordinators)) if me == 0 else None)
+    versions: list[int] = []
+    for_each(lambda table: versions.append(table.flush_with_commit_id(token)), tables)
+    for_each(lambda mark: mark.prepare(token), marks)
+    for_each(lambda mark: mark.commit_as_coordinator(token), marks)
+    for table, version in zip(tables, versions, strict=True):
+        table.mark_flushed(version, by_all_ranks=not single_rank)
+    for_each(lambda mark: mark.commit_as_participant(token), marks)
+    mine = agree(lambda: [token for table in tables for token in table.commit_ids()])
+    kept = {token for tokens in gather(mine) for token in tokens}
+    old = {token for tokens in gather(published) for token in tokens if commit.is_multi_table(token)} - kept
+    for_each(lambda mark: mark.forget_commits(old), marks)
+    if tables:
+        _log.info(
+            "flushed %d rows of %s in %.1f s",
+            sum(len(table) for table in tables),
+            ", ".join(repr(table.name) for table in tables),
+            time.monotonic() - began,
+        )
+
+
+def _warn_of_coordinators(roots: Sequence[str]) -> None:
+    warnings.warn(
+        f"no ssd_dir can be reached from all ranks, so that {len(roots)} of them ({', '.join(roots)}) complete a flush each. A "
+        "kill between two may leave the flush complete for some ranks alone: give one table an ssd_dir that every machine mounts",
+        EmbCacheWarning,
+        stacklevel=8,
+    )
+
+
+def _values_of_single_rank(value: T) -> list[T]:
+    return [value]
+
+
+def _run_single_rank(work: Callable[[], T]) -> T:
+    return work()

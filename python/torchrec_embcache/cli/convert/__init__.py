@@ -1,0 +1,1 @@
+"""`embcache convert`: tables of other formats to checkpoints, and back."""

@@ -1,0 +1,1 @@
+"""`embcache top`: a live view of the counters of running tables."""

@@ -1,0 +1,1 @@
+"""Integrations with Lightning and Megatron-Core."""

@@ -1,0 +1,1 @@
+"""One table: settings, rows, eviction and admission."""

@@ -1,0 +1,131 @@
+"""The lifecycle settings of a table's rows: admission, score decay and eviction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self, TypedDict
+
+from torchrec_embcache import _native
+from torchrec_embcache.admission import Admission, Count, NotAdmitted, ShowClick, check_not_admitted
+from torchrec_embcache.config import MissingRead, check_choice, check_int
+from torchrec_embcache.eviction import Policy
+from torchrec_embcache.exceptions import ConfigError
+
+__all__ = ["DEFAULT_SCORE_HALF_LIFE_STEPS", "MAX_SCORE_HALF_LIFE_STEPS", "LifecycleConfig", "NativeLifecycle"]
+
+DEFAULT_SCORE_HALF_LIFE_STEPS = 1024
+# Scores decay by 1024ths of the half-life. With this half-life they never decay, because no table runs that many steps.
+MAX_SCORE_HALF_LIFE_STEPS = 1 << 53
+
+
+class NativeLifecycle(TypedDict, total=False):
+    """Lifecycle arguments of the native table, by their names there. Without eviction the two eviction keys are absent."""
+
+    admission: _native.RowAdmission | None
+    not_admitted: NotAdmitted
+    missing_read: NotAdmitted
+    score_half_life_steps: int
+    eviction: _native.SweepRule
+    evict_every_steps: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifecycleConfig:
+    """Lifecycle settings of a table's rows. `admission=None`: every id is admitted. `eviction=None`: no rows expire.
+
+    `missing=None`: for an id without a row, evaluation reads the same value as training.
+    """
+
+    admission: Admission | None = None
+    not_admitted: NotAdmitted = "zeros"
+    score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
+    eviction: Policy | None = None
+    missing: MissingRead | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        admission: object,
+        not_admitted: object,
+        score_half_life_steps: object,
+        eviction: object,
+        missing: MissingRead | None,
+        owner: str = "",
+    ) -> Self:
+        """Validates a user's settings. Raises `ConfigError` for invalid values; the message starts with `owner`, the table."""
+        if not isinstance(admission, Admission | None):
+            raise ConfigError(
+                f"{owner}admission={admission!r} is not known: use one of torchrec_embcache.admission, or None"
+            )
+        if not isinstance(eviction, Policy | None):
+            raise ConfigError(
+                f"{owner}eviction={eviction!r} is not known: use torchrec_embcache.eviction.Policy([...]), or None"
+            )
+        if missing is not None:
+            check_choice(f"{owner}missing", missing, MissingRead)
+        value = check_not_admitted(f"{owner}not_admitted", not_admitted)
+        if admission is None and value != "zeros":
+            raise ConfigError(
+                f"{owner}not_admitted={not_admitted!r} without admission has no effect, because every id gets a row: "
+                f"give admission, "
+                "or leave it out. What evaluation reads for an id without a row is missing"
+            )
+        return cls(
+            admission=admission,
+            not_admitted=value,
+            score_half_life_steps=check_int(
+                f"{owner}score_half_life_steps", score_half_life_steps, 1, MAX_SCORE_HALF_LIFE_STEPS
+            ),
+            eviction=eviction,
+            missing=missing,
+        )
+
+    @property
+    def counts_ids(self) -> bool:
+        """True if the admission rule counts pending ids."""
+        return isinstance(self.admission, Count | ShowClick)
+
+    @property
+    def has_oov_row(self) -> bool:
+        """True if ids that are not admitted share the OOV row, which their gradients train."""
+        return self.missing_read == "oov"
+
+    @property
+    def counts_clicks(self) -> bool:
+        """True if the admission rule counts clicks."""
+        return isinstance(self.admission, ShowClick)
+
+    @property
+    def is_swept_at_saves(self) -> bool:
+        """True if a save runs a sweep of the table before it writes."""
+        return self.eviction is not None and self.eviction.at_saves
+
+    @property
+    def needs_clock(self) -> bool:
+        """True if an eviction rule needs the times of the table's steps."""
+        return self.eviction is not None and self.eviction.needs_clock
+
+    def native(self) -> NativeLifecycle:
+        """Returns the native form."""
+        given: NativeLifecycle = {
+            "admission": None if self.admission is None else self.admission.native(),
+            "not_admitted": self.missing_read,
+            "missing_read": self.missing or self.missing_read,
+            "score_half_life_steps": self.score_half_life_steps,
+        }
+        if self.eviction is not None:
+            given["eviction"] = self.eviction.native()
+            # If ranks have to agree on each sweep, `sweeping` schedules the sweeps.
+            given["evict_every_steps"] = None if self.eviction.is_collective else self.eviction.every_steps
+        return given
+
+    def describe(self) -> str:
+        """Returns the settings that differ from the defaults, for `print(table)`: "" or ", admission=..., eviction=..."."""
+        given = {"admission": self.admission, "eviction": self.eviction}
+        return "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
+
+    @property
+    def missing_read(self) -> NotAdmitted | Literal["initial"]:
+        """The value that ids without a row read: their initial values if every id is admitted."""
+        return "initial" if self.admission is None else self.not_admitted

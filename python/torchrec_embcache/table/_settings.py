@@ -1,0 +1,218 @@
+"""Validated settings of a table."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from torchrec_embcache import _native
+from torchrec_embcache.config import (
+    MAX_NUM_BUCKETS,
+    CachePolicy,
+    OnFull,
+    TierBudgets,
+    bucket_range,
+    check_choice,
+    check_int,
+    check_name,
+)
+from torchrec_embcache.exceptions import ConfigError
+from torchrec_embcache.initializers import Initializer
+from torchrec_embcache.optimizers import BY_KIND, OptimizerKind, OptimizerSpec
+
+from ._evict_callback import OnEvict, check_on_evict
+from ._lifecycle import LifecycleConfig
+
+__all__ = [
+    "ModuleShare",
+    "RowBytes",
+    "SharedBudget",
+    "TableSettings",
+    "check_device_memory",
+    "check_optimizer",
+    "device_rows",
+    "row_bytes",
+]
+
+RowBytes = _native.RowBytes
+SharedBudget = _native.SharedBudget
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleShare:
+    """A table's portion of its module's `host_bytes`: `own_bytes`, and the shared budget."""
+
+    own_bytes: int
+    budget: SharedBudget
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns.
+
+    `is_sharded`: true if the table is sharded over ranks, even if a loaded checkpoint has fewer buckets than there are ranks, so
+    that some own none, or one owns all. A table with a `share` may use that much RAM; `tiers` then has its portion of the module's
+    budgets by expected rows.
+    """
+
+    name: str
+    module: str
+    dim: int
+    tiers: TierBudgets
+    initializer: Initializer
+    seed: int
+    policy: CachePolicy
+    on_full: OnFull
+    lifecycle: LifecycleConfig
+    on_evict: OnEvict | None
+    total_num_buckets: int
+    buckets: tuple[int, int]
+    is_sharded: bool
+    rank: int
+    world_size: int
+    device: torch.device
+    key: int | None
+    share: ModuleShare | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        name: str,
+        dim: int,
+        tiers: TierBudgets,
+        initializer: Initializer,
+        seed: int,
+        module: str | None,
+        policy: CachePolicy,
+        on_full: OnFull,
+        lifecycle: LifecycleConfig,
+        on_evict: OnEvict | None,
+        total_num_buckets: int,
+        buckets: tuple[int, int] | None,
+        rank: int,
+        world_size: int,
+        device: torch.device | str,
+        key: int | None,
+    ) -> Self:
+        """Validates the settings of `CacheTable`. Raises `ConfigError` for a value that is out of range or of another type."""
+        name = check_name("name", name)
+        module = check_name("module", module if module is not None else name)
+        dim = check_int("embedding_dim", dim, 1, 65_536)
+        seed = check_int("seed", seed, 0, (1 << 64) - 1)
+        world_size = check_int("world_size", world_size, 1, 1 << 20)
+        rank = check_int("rank", rank, 0, world_size - 1)
+        total_num_buckets = check_int("total_num_buckets", total_num_buckets, 1, MAX_NUM_BUCKETS)
+        begin, end = buckets if buckets is not None else bucket_range(rank, world_size, total_num_buckets)
+        if not 0 <= begin <= end <= total_num_buckets:
+            raise ConfigError(f"buckets={buckets!r} is no range of the {total_num_buckets} buckets: give (begin, end)")
+        if not isinstance(tiers, TierBudgets):
+            raise ConfigError(f"tiers={tiers!r} is not TierBudgets: give TierBudgets(host_bytes=...)")
+        if not isinstance(initializer, Initializer):
+            raise ConfigError(f"initializer={initializer!r} is not known: use one of torchrec_embcache.initializers")
+        check_choice("policy", policy, CachePolicy)
+        check_choice("on_full", on_full, OnFull)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as cause:
+            raise ConfigError(f"device={device!r} is not a device: give one such as 'cpu' or 'cuda:0'") from cause
+        return cls(
+            name=name,
+            module=module,
+            dim=dim,
+            tiers=tiers,
+            initializer=initializer,
+            seed=seed,
+            policy=policy,
+            on_full=on_full,
+            lifecycle=lifecycle,
+            on_evict=check_on_evict("", on_evict),
+            total_num_buckets=total_num_buckets,
+            buckets=(begin, end),
+            is_sharded=world_size > 1 and (buckets is None or (begin, end) != (0, total_num_buckets)),
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            key=key,
+        )
+
+    @property
+    def is_admission_at_placement(self) -> bool:
+        """True if the rows of a batch are decided when it gets its slots, so that results depend on when batches are placed."""
+        return self.lifecycle.admission is not None or self.lifecycle.eviction is not None or self.on_full == "evict"
+
+    def host_budget(self) -> dict[str, Any]:
+        """Returns the RAM budget in native form."""
+        if self.share is None:
+            return {"host_bytes": self.tiers.host}
+        return {"host_bytes": self.share.own_bytes, "shared_budget": self.share.budget}
+
+    def with_device_index(self) -> Self:
+        """Returns the settings with a device index, if `device` is only "cuda". Raises `ConfigError` if the device is unusable."""
+        try:
+            return replace(self, device=torch.empty(0, dtype=torch.float32, device=self.device).device)
+        except (RuntimeError, AssertionError) as cause:
+            raise ConfigError(f"device={str(self.device)!r} cannot be used: {cause}") from cause
+
+
+def row_bytes(dim: int, kind: OptimizerKind, policy: CachePolicy) -> _native.RowBytes:
+    """Returns the bytes per row of each budget: `host`, `device`, `ssd`, and `index`, the bytes of RAM for a row on SSD."""
+    return _native.row_bytes(dim, kind, policy)
+
+
+def device_rows(settings: TableSettings, spec: OptimizerSpec) -> int | None:
+    """Returns the number of rows in the device tier; None without one. Raises `ConfigError` if a budget is too small for a row."""
+    tiers = settings.tiers
+    bytes_of_row = row_bytes(settings.dim, spec.kind, settings.policy)
+    for field, budget, row in (
+        ("host_bytes", tiers.host, bytes_of_row.host),
+        ("device_bytes", tiers.device, bytes_of_row.device),
+        ("ssd_bytes", tiers.ssd, spec.record_floats(settings.dim) * 4),
+    ):
+        if budget < row and (budget or field == "host_bytes"):
+            raise ConfigError(
+                f"TierBudgets.{field}={budget} is too small for one row of table {settings.name!r}: {row} bytes at least"
+            )
+    if settings.device.type != "cpu" and not tiers.device:
+        raise ConfigError(
+            f"TierBudgets.device_bytes=0 on {settings.device}: give the device tier of table {settings.name!r} a budget"
+        )
+    return min(tiers.device // bytes_of_row.device, (1 << 31) - 1) if tiers.device else None
+
+
+def check_device_memory(settings: TableSettings, spec: OptimizerSpec, rows: int) -> None:
+    """Raises `ConfigError` if `rows` rows of a device tier exceed the total memory of the device.
+
+    The OS may overcommit such memory, and kill the process when it is used.
+    """
+    device = settings.device
+    if device.type == "cuda":
+        memory = int(torch.cuda.mem_get_info(device)[1])
+    elif device.type == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    wanted = rows * spec.record_floats(settings.dim) * 4
+    if wanted > memory:
+        raise ConfigError(
+            f"TierBudgets.device_bytes={settings.tiers.device} of table {settings.name!r} takes {wanted} bytes on {device}, "
+            f"which has {memory}: give less"
+        )
+
+
+def check_optimizer(optimizer: object) -> OptimizerSpec | None:
+    """Returns `optimizer` if it is one, or None. Raises `ConfigError` for any other value."""
+    if isinstance(optimizer, OptimizerSpec | None):
+        return optimizer
+    given = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if isinstance(optimizer, type | str):
+        given = repr(optimizer)
+    named = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+    ours = {kind.__name__.lower(): kind.__name__ for kind in BY_KIND.values()}
+    call = ours.get(named.replace("_", "").lower(), "RowWiseAdagrad")
+    raise ConfigError(
+        f"optimizer={given} is not one of torchrec_embcache.optimizers: write, for example, optimizer=optimizers.{call}(lr=0.02)"
+    )
