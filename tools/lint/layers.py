@@ -35,7 +35,7 @@ RUST_LAYERS = [
     {"serve"},
 ]
 PYTHON_LAYERS = [
-    {"exceptions", "_buckets", "_closing", "_profiling"},
+    {"exceptions", "_buckets", "_closing"},
     {"stats", "initializers", "_autograd", "_device", "_dist", "_hyperparameters", "_paths", "_saves_in_flight"},
     {"config", "optimizers", "_fs"},
     {"admission", "eviction", "_kernels", "_ssd"},

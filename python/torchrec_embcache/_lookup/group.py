@@ -28,7 +28,6 @@ from torchrec_embcache._device.tier import place_rows, table_memory_errors
 from torchrec_embcache._kernels.core import KernelBackend, PooledInputs, kernel_threads
 from torchrec_embcache._kernels.oov_row import OovGradientSums, OtherRankFailedError, oov_sums_size
 from torchrec_embcache._kernels.select import make_backend
-from torchrec_embcache._profiling import profiled
 from torchrec_embcache._ssd import autoflush
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError, UnsupportedError
 from torchrec_embcache.optimizers import gradient_limits, native_hyperparameters
@@ -39,6 +38,7 @@ from torchrec_embcache.table.rows import contiguous
 
 from .offsets import check_offsets
 from .prefetch import MAX_PREFETCHED, IdBatch, PlanOptions, PrefetchQueue
+from .profiling import profiled
 
 __all__ = ["IdBatch", "LookupGroup", "PlannedBatch"]
 

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
-from torchrec_embcache._profiling import profiled
+
+from .profiling import profiled
 
 if TYPE_CHECKING:
     from torchrec_embcache._native import Lookup, MissingMode, Plan, PlanMode
