@@ -188,7 +188,7 @@ def swapping(monkeypatch: pytest.MonkeyPatch, place: Place, owner: Any, name: st
 
     if method:
         # Classes of the core cannot be changed, so another object stands in for this one.
-        methods = {each: getattr(getattr(owner, first), each) for each in ("to_save", "to_load")}
+        methods = {each: getattr(getattr(owner, first), each) for each in ("open_to_save", "open_to_load")}
         monkeypatch.setattr(owner, first, SimpleNamespace(**methods | {method: call}))
     else:
         monkeypatch.setattr(owner, name, call)
