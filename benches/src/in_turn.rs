@@ -59,8 +59,8 @@ impl TrainedInTurn {
 
 fn train(lookup: &Lookup, ids: &[i64], out: &mut [f32], grad: &[f32]) {
     let offsets: Vec<i64> = (0..=ids.len() / BAG).map(|bag| (bag * BAG) as i64).collect();
-    let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("ids of the table");
-    plan.wait().expect("rows in RAM");
+    let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN, &[]).expect("ids of the table");
+    plan.wait(&mut []).expect("rows in RAM");
     plan.forward_pooled(&offsets, None, &[false], out, &mut [None], 1).expect("a batch's room");
     let numbers = Hyperparameters { lr: 0.01, eps: 1e-8, beta1: 0.9, beta2: 0.999, ..Hyperparameters::default() };
     plan.backward_pooled(grad, &[numbers], None, &mut [None], 1).expect("an update");

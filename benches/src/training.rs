@@ -53,7 +53,7 @@ impl Training {
         let begin = Instant::now();
         let plan = self.ahead.take().unwrap_or_else(|| self.plan());
         let next = self.plan();
-        plan.wait().expect("its rows");
+        plan.wait(&mut []).expect("its rows");
         plan.forward_pooled(&self.offsets, None, &[false], &mut self.out, &mut [None], 1).expect("a batch's room");
         let numbers = Hyperparameters { lr: 0.01, eps: 1e-8, ..Hyperparameters::default() };
         plan.backward_pooled(&self.grad, &[numbers], None, &mut [None], 1).expect("an update");
@@ -80,7 +80,7 @@ impl Training {
         let batch = self.ids.batch;
         let ids = &self.ids.values[self.at * batch..][..batch];
         self.at = (self.at + 1) % (self.ids.values.len() / batch);
-        self.lookup.plan(ids, &[0, batch as i64], PlanMode::TRAIN_PREFETCH).expect("ids of the table")
+        self.lookup.plan(ids, &[0, batch as i64], PlanMode::TRAIN_PREFETCH, &[]).expect("ids of the table")
     }
 }
 

@@ -22,14 +22,13 @@ from sources import (
 
 # A module imports from the layers below its own, never from its own or above.
 RUST_LAYERS = [
-    {"error", "types", "sync", "prefetch"},
-    {"budget", "mapping", "memory", "process", "simd"},
-    {"logical_thread", "signals"},
+    {"error", "types"},
+    {"runtime"},
     {"paths", "stats", "io", "rows"},
     {"config"},
     {"kernels", "index", "policy"},
     {"lifecycle", "sizing", "slots"},
-    {"device", "host", "ssd"},
+    {"tiers", "ssd"},
     {"cache"},
     {"checkpoint"},
     {"serve"},
@@ -147,13 +146,13 @@ def rust_circles() -> Iterator[str]:
 
 
 def write_access() -> Iterator[str]:
-    """Only the host tier and the residency name `WriteAccess`.
+    """Only the host tier, and placement and expiry in the cache, name `WriteAccess`.
 
-    It is valid until the table's lock is released, which no lifetime expresses. An operation of the residency ends before that.
+    It is valid until the table's lock is released, which no lifetime expresses. Their operations end before that.
     """
     for path in sorted(CRATE.rglob("*.rs")):
         named = re.search(r"\bWriteAccess\b", without_comments(path.read_text()))
-        if named and not path.relative_to(CRATE).as_posix().startswith(("host/", "cache/residency/")):
+        if named and not path.relative_to(CRATE).as_posix().startswith(("tiers/", "cache/placement/", "cache/expiry/", "cache/residency/")):
             yield name_of(path)
 
 

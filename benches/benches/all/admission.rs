@@ -74,8 +74,8 @@ impl HalfPending {
         let mut counts = PlainCounts::new(pending as usize);
         let all: Vec<i64> = (rows..rows + pending).map(scattered_id).collect();
         for ids in all.chunks(BATCH_IDS) {
-            let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("ids");
-            plan.wait().expect("nothing to read");
+            let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN, &[]).expect("ids");
+            plan.wait(&mut []).expect("nothing to read");
             plan.begin_update().expect("nobody else trains");
             plan.commit().expect("counted");
             for &id in ids {
@@ -136,8 +136,8 @@ impl Rounds for HalfPending {
     fn ours(&mut self) -> f64 {
         let begin = Instant::now();
         for ids in self.ids.batches() {
-            let plan = self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("ids");
-            plan.wait().expect("rows in RAM");
+            let plan = self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN, &[]).expect("ids");
+            plan.wait(&mut []).expect("rows in RAM");
             plan.forward_sequence(&mut self.out, &mut [None], 1).expect("a batch's room");
             plan.begin_update().expect("nobody else trains");
             plan.commit().expect("counted");

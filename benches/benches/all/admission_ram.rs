@@ -45,8 +45,8 @@ fn measure(scale: Scale) {
 /// Make a step with the ids of these ranks, none of which gets a row.
 fn wait_for_rows(lookup: &Lookup, ranks: Range<u64>) {
     let ids: Vec<i64> = ranks.map(scattered_id).collect();
-    let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("ids");
-    plan.wait().expect("nothing to read");
+    let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::TRAIN, &[]).expect("ids");
+    plan.wait(&mut []).expect("nothing to read");
     plan.begin_update().expect("nobody else trains");
     plan.commit().expect("counted");
 }

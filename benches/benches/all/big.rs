@@ -197,7 +197,7 @@ fn measure(scale: Scale, wanted: Wanted<'_>) {
     }
     if wanted(REOPEN) {
         let begin = Instant::now();
-        load.tier.publish(1, StateCounters::default()).expect("a sync");
+        load.tier.publish(Some(1), StateCounters::default(), Vec::new()).expect("a sync");
         let publish = begin.elapsed().as_secs_f64();
         load.tier.close().expect("all is written");
         drop(load);

@@ -66,9 +66,9 @@ impl Births {
         self.table.clear().expect("no batch is in flight");
         let begin = Instant::now();
         for ids in &self.batches {
-            let plan = self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode { threads, ..PlanMode::TRAIN });
+            let plan = self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode { threads, ..PlanMode::TRAIN }, &[]);
             let plan = plan.expect("room for the rows");
-            plan.wait().expect("rows in RAM");
+            plan.wait(&mut []).expect("rows in RAM");
             plan.commit().expect("a plan to train");
         }
         (self.batches.len() * BATCH_IDS) as f64 / begin.elapsed().as_secs_f64()

@@ -130,19 +130,19 @@ impl DeviceMoves {
     }
 
     fn plan(&self, mode: PlanMode) -> Plan {
-        self.lookup.plan(&self.given, &self.splits, mode).expect("ids of the tables")
+        self.lookup.plan(&self.given, &self.splits, mode, &[]).expect("ids of the tables")
     }
 
     /// Bring the rows of a batch to the device and commit a step of them. Returns how many have moved there.
     fn step(&self) -> usize {
         let plan = self.plan(self.mode);
         let bring = || {
-            plan.wait().expect("rows in RAM");
+            plan.wait(&mut []).expect("rows in RAM");
             let mut moved = 0;
             for (table, memory) in self.memories.iter().enumerate() {
-                let (slots, vectors, scalars) = plan.fetched(table).expect("rows that arrive");
-                memory.scatter(&slots, &vectors, &scalars);
-                moved += slots.len();
+                let rows = plan.fetched(table, &mut []).expect("rows that arrive");
+                memory.scatter(&rows.slots, &rows.vectors.unwrap_or_default(), &rows.scalars);
+                moved += rows.slots.len();
             }
             plan.scattered().expect("tables that are open");
             moved
@@ -278,7 +278,7 @@ impl Rounds for DeviceMoves {
             self.give(number);
             self.step();
             let plan = self.plan(PlanMode::EVALUATE);
-            plan.wait().and_then(|()| plan.scattered()).expect("rows that are there");
+            plan.wait(&mut []).and_then(|()| plan.scattered()).expect("rows that are there");
             let batch = &self.ids.values[number * BATCH..][..BATCH];
             for (table, (memory, plain)) in self.memories.iter().zip(&mut self.plain).enumerate() {
                 plain.step(batch);

@@ -96,8 +96,8 @@ fn host_hit(scale: Scale, rows: u64, mostly_new: bool, ranks: fn(usize, u64) -> 
 }
 
 fn ours(lookup: &Lookup, ids: &[i64], out: &mut [f32]) {
-    let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::EVALUATE).expect("ids of the table");
-    plan.wait().expect("rows in RAM");
+    let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::EVALUATE, &[]).expect("ids of the table");
+    plan.wait(&mut []).expect("rows in RAM");
     plan.forward_sequence(out, &mut [None], 1).expect("a batch's room");
 }
 

@@ -62,7 +62,7 @@ impl Fetches {
         let engine = default_engine().expect("an engine");
         let tier = new_tier(scratch.path(), &engine, bytes);
         TierRows::default().load(&tier, rows);
-        tier.publish(1, StateCounters::default()).expect("a sync");
+        tier.publish(Some(1), StateCounters::default(), Vec::new()).expect("a sync");
         let batch = scale.pick(BATCH_IDS, BATCH_IDS / 100);
         let ranks = uniform_ranks(4, ROUNDS * batch, rows);
         Box::new(Self {

@@ -177,7 +177,7 @@ impl Placed {
             if at + MISSED as u64 >= batches {
                 missed.push(plan.reading().expect("no forked child").remove(0));
             }
-            plan.wait().expect("rows on disk");
+            plan.wait(&mut []).expect("rows on disk");
             plan.commit().expect("a step");
         }
         self.missed.batch = missed.iter().map(Vec::len).min().unwrap_or(0);
@@ -189,8 +189,8 @@ impl Placed {
         let mut ids = Vec::with_capacity(self.trace.batch);
         let lookup = &self.lookup;
         let train = |ids: &mut Vec<i64>| {
-            let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("room for the rows");
-            plan.wait().expect("its rows");
+            let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN, &[]).expect("room for the rows");
+            plan.wait(&mut []).expect("its rows");
             plan.commit().expect("a step");
             ids.clear();
         };
@@ -206,21 +206,22 @@ impl Placed {
     }
 
     fn plan(&self, ids: &[i64]) -> Plan {
-        self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("a plan")
+        self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN, &[]).expect("a plan")
     }
 
     /// Do a turn of ours. The result is the number of rows read from SSD, and the time of the whole turn.
     fn train(&mut self) -> (usize, Duration) {
         self.batches += BATCHES;
         let batches: Vec<Vec<i64>> = (0..BATCHES).map(|_| self.trace.batch()).collect();
-        let ahead =
-            |ids: &Vec<i64>| self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_PREFETCH).expect("a plan");
+        let ahead = |ids: &Vec<i64>| {
+            self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_PREFETCH, &[]).expect("a plan")
+        };
         let before = self.rows_read();
         let begin = Instant::now();
         let mut planned: Option<Plan> = None;
         for next in batches.iter().map(|ids| Some(ahead(ids))).chain([None]) {
             if let Some(plan) = std::mem::replace(&mut planned, next) {
-                plan.wait().expect("rows on disk");
+                plan.wait(&mut []).expect("rows on disk");
                 plan.commit().expect("a step");
             }
         }
@@ -304,8 +305,8 @@ impl Rounds for Placed {
         let ids = self.trace.batch();
         let rows = |lookup: &Lookup, train: bool| {
             let plan =
-                lookup.plan(&ids, &[0, ids.len() as i64], PlanMode { train, ..PlanMode::TRAIN }).expect("a plan");
-            plan.wait().expect("rows on disk");
+                lookup.plan(&ids, &[0, ids.len() as i64], PlanMode { train, ..PlanMode::TRAIN }, &[]).expect("a plan");
+            plan.wait(&mut []).expect("rows on disk");
             let mut out = vec![0.0; ids.len() * DIM];
             plan.forward_sequence(&mut out, &mut [None], 1).expect("rows");
             out

@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::budget::SharedBudget;
 use crate::error::{Error, Kind, Result};
 use crate::rows::{InitializerSpec, RowLayout};
+use crate::runtime::budget::SharedBudget;
 use crate::types::BucketMapper;
 
 /// The optimizer of a table, which decides the optimizer slots of its rows.

@@ -5,7 +5,6 @@
 //! in its host and SSD tiers, and decides where each row is placed. A [`cache::Lookup`] plans a batch over several
 //! tables.
 
-pub mod budget;
 pub mod cache;
 pub mod checkpoint;
 pub mod config;
@@ -14,26 +13,18 @@ pub mod index;
 pub mod io;
 pub mod kernels;
 pub mod lifecycle;
-pub mod logical_thread;
-pub mod memory;
 pub mod paths;
 pub mod policy;
 pub mod rows;
+pub mod runtime;
 pub mod serve;
-pub mod signals;
 pub mod sizing;
 pub mod slots;
 pub mod ssd;
 pub mod stats;
 pub mod types;
 
-mod device;
-mod host;
-mod mapping;
-mod prefetch;
-mod process;
-mod simd;
-mod sync;
+mod tiers;
 
 pub use error::{Error, Kind, Result};
-pub use process::{PerProcess, work_alone};
+pub use runtime::process::{PerProcess, work_alone};

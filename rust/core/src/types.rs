@@ -75,22 +75,6 @@ pub fn table_key(name: &str) -> u64 {
     xxhash_rust::xxh3::xxh3_64(name.as_bytes())
 }
 
-/// The metadata of a row. It changes when a training step commits, and moves together with the row.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct RowMeta {
-    /// The number of occurrences in training batches. It stops at the largest `u32`.
-    pub count: u32,
-    /// The table's step counter at the last training step that used the row.
-    pub last_step: u64,
-    /// The usage of the row: the sum of its occurrences, which halves over every [`TableConfig::score_half_life_steps`]
-    /// steps (see [`ScoreDecay`](crate::rows::ScoreDecay)). This is the value at `last_step`.
-    ///
-    /// [`TableConfig::score_half_life_steps`]: crate::config::TableConfig::score_half_life_steps
-    pub score: f32,
-    /// The table's checkpoint epoch at the last training step that used the row.
-    pub modified_epoch: u32,
-}
-
 /// The default half life of scores.
 pub const DEFAULT_SCORE_HALF_LIFE_STEPS: u64 = 1024;
 

@@ -125,8 +125,8 @@ pub(crate) fn device_tensors<'a>(
     arrays
         .iter_mut()
         .enumerate()
-        .map(|(table, given)| {
-            let Some((weights, vector_slots, scalars)) = given else { return Ok(None) };
+        .map(|(table, borrows)| {
+            let Some((weights, vector_slots, scalars)) = borrows else { return Ok(None) };
             let dim = plan.dim(table).map_err(to_python)?;
             Ok(Some(DeviceTensors {
                 weights: slice2_mut("device weights", weights, dim)?,

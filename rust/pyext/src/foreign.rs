@@ -10,15 +10,20 @@
 //!    until the code has finished ([`CollectorPause`]).
 //! 3. Objects that the code drops do not wait for the lock ([`Plan`](embcache::cache::Plan), `TableSnapshot`).
 //! 4. The Rust core rejects any other access of the code to the rows.
+//!
+//! Also work of the Rust core that releases the GIL: locks, drops, and work during which signals are checked.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use embcache::logical_thread::off_main_thread;
-use embcache::signals::{self, are_deferred, defer_signals, is_main_thread};
+use embcache::runtime::call_context::off_main_thread;
+use embcache::runtime::signals::{self, are_deferred, defer_signals, is_main_thread};
+use embcache::{Error, Kind};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::IntoPyDict;
+
+use crate::error::to_python;
 
 /// True once interpreter exit has started. Afterwards only the main thread can acquire the GIL.
 static ENDING: AtomicBool = AtomicBool::new(false);
@@ -140,4 +145,32 @@ pub(crate) fn drop_detached<T: Send>(value: Option<T>) {
     if Python::try_attach(|py| py.detach(|| drop(value.take()))).is_none() {
         std::mem::forget(value);
     }
+}
+
+/// Locks `mutex`. The holder must not acquire the GIL before it unlocks, because a thread with the GIL may wait for the
+/// lock.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs `work`, which may take long or wait for another process, without the GIL. Checks for signals repeatedly: an
+/// exception of a signal handler aborts the work.
+pub(crate) fn with_signal_checks<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(&mut (dyn FnMut() -> embcache::Result<()> + '_)) -> embcache::Result<T> + Send,
+) -> PyResult<T> {
+    let mut raised = None;
+    let done = py.detach(|| {
+        let mut wait = || {
+            #[expect(clippy::redundant_closure_for_method_calls, reason = "the method alone is of one lifetime")]
+            let handled = Python::attach(|py| py.check_signals());
+            handled.map_err(|error| {
+                raised = Some(error);
+                Error::new(Kind::State, "a signal ended the work")
+            })
+        };
+        work(&mut wait)
+    });
+    raised.map_or(Ok(()), Err)?;
+    done.map_err(to_python)
 }

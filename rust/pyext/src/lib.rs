@@ -4,36 +4,25 @@
 //! the GIL first: a thread that keeps kernels from a table's rows may be waiting for the GIL to read rows from the
 //! device. Other Python threads continue during the call.
 
-mod blocks;
 mod buckets;
-mod budgets;
 mod buffers;
-mod census;
-mod checkpoint;
-mod checkpoint_load;
-mod checkpoint_rows;
-mod directory;
+mod checkpoint_read;
+mod checkpoint_save;
 mod error;
-mod evicted;
+mod eviction;
 mod foreign;
-mod gather;
 mod logging;
-mod lookup;
-mod moment;
-mod part;
 mod paths;
 mod plan;
+mod recis;
 mod records;
 mod rows;
-mod segments;
 mod serving;
 mod settings;
-mod sizing;
 mod stats;
-mod sweeps;
 mod table;
 
-use embcache::memory::ReservingAllocator;
+use embcache::runtime::memory::ReservingAllocator;
 use pyo3::prelude::*;
 
 #[global_allocator]
@@ -55,74 +44,63 @@ fn table_key(name: &str) -> u64 {
 /// waits indefinitely.
 #[pyfunction]
 fn has_memory_for_threads() -> bool {
-    embcache::memory::can_start_threads()
+    embcache::runtime::memory::can_start_threads()
 }
 
 /// The module `torchrec_embcache._native` with all its exports.
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use super::blocks::{
+    use super::buckets::{PyBucketOrder, bucket_order, buckets_of, hash_ids, unhash_ids};
+    #[pymodule_export]
+    use super::checkpoint_read::{
+        PyChainCompaction, PyCheckpointReader, PyCheckpointRows, PyCountedIds, PyIdExpiry, PyIdHistoryEntry,
+    };
+    #[pymodule_export]
+    use super::checkpoint_save::{
+        PyAsyncSaveTable, PyCheckpointPart, PyCheckpointSave, PyCheckpointSnapshot, PyCheckpointWriter,
+        PyRowWriteBatch, latest_checkpoint, newest_checkpoint, prune_checkpoints, remove_orphan_parts,
+        work_in_background,
+    };
+    #[pymodule_export]
+    use super::eviction::{
+        PyEvictedBlock, PyEvictedQueue, PyRankKey, PyRankKeyRange, PyRankRangeCounts, PyScoreHistogram,
+    };
+    #[pymodule_export]
+    use super::logging::drain_log;
+    #[pymodule_export]
+    use super::paths::{PyCheckpointDirectory, PyCommitDirectory, check_path, check_ssd_dir, table_dir};
+    #[pymodule_export]
+    use super::plan::{PyLookup, PyPlan};
+    #[pymodule_export]
+    use super::recis::{
         PyRecisBlockShape, PyRecisBlockSpec, PyRecisReader, PyRecisRun, PyRecisSave, PyRecisShardOutcome,
         PyRecisTableInfo, PyRecisWrittenTable, PyTableStep, chunk_checksums,
     };
     #[pymodule_export]
-    use super::buckets::{PyBucketOrder, bucket_order, buckets_of, hash_ids, unhash_ids};
-    #[pymodule_export]
-    use super::budgets::PySharedBudget;
-    #[pymodule_export]
-    use super::census::{PyRankKey, PyRankKeyRange, PyRankRangeCounts, PyScoreHistogram};
-    #[pymodule_export]
-    use super::checkpoint::{
-        PyCheckpointSave, PyCheckpointWriter, latest_checkpoint, newest_checkpoint, prune_checkpoints,
-    };
-    #[pymodule_export]
-    use super::checkpoint_load::{PyChainCompaction, PyCheckpointReader};
-    #[pymodule_export]
-    use super::checkpoint_rows::{PyCheckpointRows, PyCountedIds, PyIdExpiry, PyIdHistoryEntry, PyRowWriteBatch};
-    #[pymodule_export]
-    use super::directory::PyCheckpointDirectory;
-    #[pymodule_export]
-    use super::evicted::{PyEvictedBlock, PyEvictedQueue};
-    #[pymodule_export]
-    use super::logging::drain_log;
-    #[pymodule_export]
-    use super::lookup::PyLookup;
-    #[pymodule_export]
-    use super::moment::{PyCheckpointSnapshot, work_in_background};
-    #[pymodule_export]
-    use super::part::{PyCheckpointPart, remove_orphan_parts};
-    #[pymodule_export]
-    use super::paths::{PyCommitDirectory, check_path, check_ssd_dir, table_dir};
-    #[pymodule_export]
-    use super::plan::PyPlan;
-    #[pymodule_export]
     use super::records::{
-        PyAsyncSaveTable, PyBaseCheckpoint, PyChangeCounts, PyCheckpointCopyReport, PyCheckpointId, PyManifestDigest,
-        PyNewestCheckpoint, PyPruneReport, PyPublishedCheckpoint, PySavedTable, PyStreamRange, PyTableWriteStats,
-        PyWrittenPart,
+        PyBaseCheckpoint, PyChangeCounts, PyCheckpointCopyReport, PyCheckpointId, PyManifestDigest, PyNewestCheckpoint,
+        PyPruneReport, PyPublishedCheckpoint, PySavedTable, PyStreamRange, PyTableWriteStats, PyWrittenPart,
     };
     #[pymodule_export]
     use super::rows::{
         PyDeviceArrays, PyFetchedRows, PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata, PyRowOccurrences,
     };
     #[pymodule_export]
-    use super::segments::PyLinkedSegments;
-    #[pymodule_export]
     use super::serving::{
         PyServeIndexReport, PyServedTable, PyServedVersion, PyServingStats, PyTableServer, build_serving_index,
         check_serving_index,
     };
     #[pymodule_export]
-    use super::settings::{PyEvictionRule, PyPlanMode, PyRowAdmission, PyRowBytes, PyRowInitializer, PyTableCounters};
-    #[pymodule_export]
-    use super::sizing::{PyMissRatioCurve, miss_ratio_curves, row_bytes};
+    use super::settings::{
+        PyEvictionRule, PyPlanMode, PyRowAdmission, PyRowBytes, PyRowInitializer, PySharedBudget, PyTableCounters,
+    };
     #[pymodule_export]
     use super::stats::{PyAdmissionStats, PyEvictionStats, PyHistogram, PySsdStats, PyTableStats, PyTierStats};
     #[pymodule_export]
-    use super::sweeps::sweep_tables;
-    #[pymodule_export]
-    use super::table::{PyTable, PyTableExport};
+    use super::table::{
+        PyLinkedSegments, PyMissRatioCurve, PyTable, PyTableExport, miss_ratio_curves, row_bytes, sweep_tables,
+    };
     #[pymodule_export]
     use super::{has_memory_for_threads, io_engine_name, table_key};
 

@@ -26,7 +26,7 @@ use std::thread::ThreadId;
 use std::time::{Duration, Instant, SystemTime};
 
 use embcache::PerProcess;
-use embcache::signals::is_main_thread;
+use embcache::runtime::signals::is_main_thread;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use tracing::field::{Field, Visit};
@@ -160,7 +160,7 @@ impl LogQueue {
 
     fn start_thread(&'static self) -> bool {
         let builder = std::thread::Builder::new().name("embcache-log".into());
-        embcache::memory::can_start_threads() && builder.spawn(|| self.log_until_the_end()).is_ok()
+        embcache::runtime::memory::can_start_threads() && builder.spawn(|| self.log_until_the_end()).is_ok()
     }
 
     /// Main loop of the queue's thread.

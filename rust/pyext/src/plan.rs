@@ -1,6 +1,6 @@
-//! The plan of one batch, and the kernels that run on it.
+//! Lookups, which plan batches over several tables; the plan of one batch, and the kernels that run on it.
 
-use embcache::cache::{Plan, RowLists};
+use embcache::cache::{Lookup, Plan, RowLists};
 use embcache::kernels::Hyperparameters;
 use embcache::{Error, Kind};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1, PyReadwriteArray2};
@@ -11,7 +11,10 @@ use crate::buffers::{
 };
 use crate::error::to_python;
 use crate::foreign::{drop_detached, with_rows_locked, without_signal_handlers};
+use crate::logging::follow_levels_sometimes;
 use crate::rows::{DeviceArrayArgs, PyFetchedRows, PyRowOccurrences, borrow_device};
+use crate::settings::PyPlanMode;
+use crate::table::PyTable;
 
 /// One batch, whose rows are pinned.
 #[pyclass(frozen, name = "Plan", module = "torchrec_embcache._native")]
@@ -80,7 +83,7 @@ impl PyPlan {
             rows.as_mut().map(|rows| slice2_mut("lent", rows, floats)).transpose()
         });
         let mut rows = rows.collect::<PyResult<Vec<_>>>()?;
-        py.detach(|| plan.wait_into(&mut rows)).map_err(to_python)
+        py.detach(|| plan.wait(&mut rows)).map_err(to_python)
     }
     fn check_space(&self, py: Python<'_>) -> PyResult<()> {
         let plan = self.plan()?;
@@ -130,7 +133,7 @@ impl PyPlan {
         let plan = self.plan()?;
         let floats = plan.vector_floats(table).map_err(to_python)?;
         let lent = staging.as_mut().map(|lent| slice2_mut("lent", lent, floats)).transpose()?.unwrap_or_default();
-        let fetched = py.detach(|| plan.fetched_into(table, lent)).map_err(to_python)?;
+        let fetched = py.detach(|| plan.fetched(table, lent)).map_err(to_python)?;
         let vectors = fetched.vectors.map(|vectors| matrix(py, vectors, floats)).transpose()?;
         Ok(PyFetchedRows {
             slots: slots_to_python(py, &fetched.slots).unbind(),
@@ -316,5 +319,39 @@ impl PyPlan {
         let plan = self.plan()?;
         py.detach(|| plan.release());
         Ok(())
+    }
+}
+
+/// Plans batches over several tables.
+#[pyclass(frozen, name = "Lookup", module = "torchrec_embcache._native")]
+pub(crate) struct PyLookup {
+    inner: Lookup,
+}
+
+#[pymethods]
+impl PyLookup {
+    #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
+    fn new(tables: Vec<Py<PyTable>>, feature_tables: Vec<usize>) -> PyResult<Self> {
+        let tables: Vec<_> = tables.iter().map(|table| table.get().inner.clone()).collect();
+        Ok(Self { inner: Lookup::new(&tables, &feature_tables).map_err(to_python)? })
+    }
+
+    #[pyo3(signature = (ids, feature_splits, mode, threads, clicks=None))]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        ids: PyReadonlyArray1<'_, i64>,
+        feature_splits: PyReadonlyArray1<'_, i64>,
+        mode: Py<PyPlanMode>,
+        threads: usize,
+        clicks: Option<PyReadonlyArray1<'_, u32>>,
+    ) -> PyResult<PyPlan> {
+        follow_levels_sometimes(py)?;
+        let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
+        let mode = mode.get().on(threads)?;
+        let clicks = clicks.as_ref().map(|clicks| slice("clicks", clicks)).transpose()?.unwrap_or_default();
+        py.detach(|| self.inner.plan(ids, splits, mode, clicks)).map(PyPlan::new).map_err(to_python)
     }
 }

@@ -1,4 +1,4 @@
-//! Values with named fields that cross the FFI boundary: frozen, compared by field, and pickled if ranks exchange them.
+//! Values with named fields about checkpoints that cross the FFI boundary: frozen, compared by field, and pickled if ranks exchange them.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -7,8 +7,6 @@ use embcache::cache::BaseCheckpoint;
 use embcache::checkpoint::{CheckpointId, OpenCheckpoint, RankDigest, TableEntry};
 use embcache::{Error, checkpoint};
 use pyo3::prelude::*;
-
-use crate::table::PyTable;
 
 /// Identifies a manifest by its length and its XXH3.
 #[pyclass(frozen, get_all, eq, hash, from_py_object, name = "ManifestDigest", module = "torchrec_embcache._native")]
@@ -30,7 +28,7 @@ impl PyManifestDigest {
     }
 
     fn __repr__(&self) -> String {
-        format!("Digest(bytes={}, xxh3={})", self.bytes, self.xxh3)
+        format!("ManifestDigest(bytes={}, xxh3={})", self.bytes, self.xxh3)
     }
 }
 
@@ -102,21 +100,21 @@ impl PyBaseCheckpoint {
     }
 
     fn __repr__(&self) -> String {
-        format!("Ancestor(id={}, next_epoch={})", self.id.__repr__(), self.next_epoch)
+        format!("BaseCheckpoint(id={}, next_epoch={})", self.id.__repr__(), self.next_epoch)
     }
 }
 
 impl From<BaseCheckpoint> for PyBaseCheckpoint {
-    fn from(ancestor: BaseCheckpoint) -> Self {
-        let BaseCheckpoint { name, manifest_xxh3, next_epoch } = ancestor;
+    fn from(base: BaseCheckpoint) -> Self {
+        let BaseCheckpoint { name, manifest_xxh3, next_epoch } = base;
         Self { id: PyCheckpointId { name, manifest_xxh3 }, next_epoch }
     }
 }
 
 impl From<PyBaseCheckpoint> for BaseCheckpoint {
-    fn from(ancestor: PyBaseCheckpoint) -> Self {
-        let PyCheckpointId { name, manifest_xxh3 } = ancestor.id;
-        Self { name, manifest_xxh3, next_epoch: ancestor.next_epoch }
+    fn from(base: PyBaseCheckpoint) -> Self {
+        let PyCheckpointId { name, manifest_xxh3 } = base.id;
+        Self { name, manifest_xxh3, next_epoch: base.next_epoch }
     }
 }
 
@@ -126,8 +124,8 @@ impl From<PyBaseCheckpoint> for BaseCheckpoint {
 pub(crate) struct PyTableWriteStats {
     pub(crate) rows: u64,
     pub(crate) tombstones: u64,
-    pub(crate) linked_bytes: u64,
-    pub(crate) copied_bytes: u64,
+    linked_bytes: u64,
+    copied_bytes: u64,
 }
 
 impl PyTableWriteStats {
@@ -220,29 +218,6 @@ impl PyWrittenPart {
 pub(crate) struct PyStreamRange {
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
-}
-
-/// A table to save asynchronously.
-#[pyclass(frozen, name = "AsyncSaveTable", module = "torchrec_embcache._native")]
-pub(crate) struct PyAsyncSaveTable {
-    pub(crate) module: String,
-    pub(crate) table: Py<PyTable>,
-    pub(crate) hyperparameters: BTreeMap<String, f64>,
-    pub(crate) base: Option<PyBaseCheckpoint>,
-}
-
-#[pymethods]
-impl PyAsyncSaveTable {
-    #[new]
-    #[pyo3(signature = (module, table, hyperparameters, base=None))]
-    fn new(
-        module: String,
-        table: Py<PyTable>,
-        hyperparameters: BTreeMap<String, f64>,
-        base: Option<PyBaseCheckpoint>,
-    ) -> Self {
-        Self { module, table, hyperparameters, base }
-    }
 }
 
 /// Metadata of the latest checkpoint of a directory.

@@ -1,14 +1,20 @@
-//! Rows as numpy arrays.
+//! Rows as numpy arrays, and rows of the device tier, which Python reads.
 //!
 //! Shapes: n rows, V floats of a row's vector part, U distinct rows of a plan, M rows that a plan fetched, S slots of a
 //! device tier.
 
+use std::sync::Arc;
+
+use embcache::cache::DeviceRowReader;
+use embcache::config::TableConfig;
 use embcache::rows::RowHeader;
+use embcache::types::CacheSlot;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
-use crate::buffers::{DeviceArrayBorrows, MetadataArrays, matrix, scalars_to_python};
-use crate::error::input;
+use crate::buffers::{DeviceArrayBorrows, MetadataArrays, matrix, scalars_to_python, slice, slice2, slots_to_python};
+use crate::error::{from_python, input};
+use crate::foreign::with_rows_locked_off_main;
 
 /// Metadata of rows.
 #[pyclass(frozen, get_all, name = "RowMetadata", module = "torchrec_embcache._native")]
@@ -229,4 +235,44 @@ pub(crate) fn borrow_device<'py>(
     };
     let tables = args.as_deref().unwrap_or_default();
     tables.iter().map(|arrays| arrays.as_ref().map(|arrays| borrow(arrays.get())).transpose()).collect()
+}
+
+/// Reads rows of the device tier through a Python callable.
+pub(crate) struct PythonGather {
+    callable: Py<PyAny>,
+    vector_floats: usize,
+}
+
+impl PythonGather {
+    pub(crate) fn of(callable: Py<PyAny>, config: &TableConfig) -> Arc<dyn DeviceRowReader> {
+        Arc::new(Self { callable, vector_floats: config.layout().vector_floats() })
+    }
+}
+
+impl DeviceRowReader for PythonGather {
+    fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
+        with_rows_locked_off_main(|py| {
+            let mut call = || -> PyResult<()> {
+                let answer = self.callable.call1(py, (slots_to_python(py, slots),))?;
+                let gathered = answer.bind(py).cast::<PyGatheredRows>()?.get();
+                let (rows, scalar_slots) =
+                    (gathered.vectors.bind(py).try_readonly()?, gathered.scalars.bind(py).try_readonly()?);
+                let rows = slice2("device rows", &rows, self.vector_floats)?;
+                let scalar_slots = slice("device scalars", &scalar_slots)?;
+                if rows.len() != slots.len() * self.vector_floats || scalar_slots.len() != slots.len() {
+                    return Err(crate::error::input(format!(
+                        "device_gather gave {} floats and {} scalars for {} slots of {} floats",
+                        rows.len(),
+                        scalar_slots.len(),
+                        slots.len(),
+                        self.vector_floats
+                    )));
+                }
+                vectors.copy_from_slice(rows);
+                scalars.copy_from_slice(scalar_slots);
+                Ok(())
+            };
+            call().map_err(|error| from_python(py, &error, "reading rows of the device tier"))
+        })
+    }
 }

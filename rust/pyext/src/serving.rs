@@ -15,12 +15,11 @@ use embcache::{Error, Kind};
 use numpy::{PyReadonlyArray1, PyReadwriteArray1, PyReadwriteArray2};
 use pyo3::prelude::*;
 
-use crate::blocks::with_signal_checks;
 use crate::buffers::{slice, slice_mut, slice2_mut};
-use crate::checkpoint::lock;
-use crate::directory::PyCheckpointDirectory;
 use crate::error::to_python;
+use crate::foreign::{lock, with_signal_checks};
 use crate::logging::{follow_levels, follow_levels_sometimes};
+use crate::paths::PyCheckpointDirectory;
 
 /// Parses the name of the value read for missing ids. "value" reads `value` in every column.
 fn missing_read_from(name: &str, value: f32) -> PyResult<MissingRead> {

@@ -1,16 +1,18 @@
-//! Settings of tables and plans, from Python.
+//! Settings of tables and plans, and the budget that tables share, from Python.
 
 use std::num::NonZeroU64;
+use std::sync::Arc;
 
 use embcache::cache::{MissingMode, PlanMode};
 use embcache::config::{AdmissionRule, EvictionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, ReopenMode};
 use embcache::rows::{InitializerSpec, WeightPrecision};
+use embcache::runtime::budget::SharedBudget;
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
 use crate::error::to_python;
 
-pub(crate) fn config_error(message: String) -> PyErr {
+fn config_error(message: String) -> PyErr {
     to_python(Error::new(Kind::Config, message))
 }
 
@@ -176,8 +178,8 @@ impl PyMissingRead {
 /// Treatment of a batch's ids by a plan.
 #[pyclass(frozen, get_all, name = "PlanMode", module = "torchrec_embcache._native")]
 pub(crate) struct PyPlanMode {
-    pub(crate) train: bool,
-    pub(crate) is_prefetch: bool,
+    train: bool,
+    is_prefetch: bool,
     pub(crate) missing: String,
 }
 
@@ -286,4 +288,43 @@ pub(crate) fn reopen_from(name: Option<&str>, unfinished: Option<u64>) -> PyResu
             )));
         }
     })
+}
+
+/// The bytes of a module's `host_bytes` that its tables share.
+#[pyclass(frozen, name = "SharedBudget", module = "torchrec_embcache._native")]
+pub(crate) struct PySharedBudget {
+    pub(crate) core: Arc<SharedBudget>,
+}
+
+#[pymethods]
+impl PySharedBudget {
+    #[new]
+    #[pyo3(signature = (size, *, host_bytes, tables, gain))]
+    fn new(size: u64, host_bytes: u64, tables: u32, gain: f64) -> PyResult<Self> {
+        if !(gain > 0.0 && gain <= 1.0) {
+            return Err(config_error(format!("gain={gain} of a shared budget: give a number above 0, at most 1")));
+        }
+        Ok(Self { core: Arc::new(SharedBudget::new(size, host_bytes, tables, gain)) })
+    }
+
+    /// Bytes not allocated to a table.
+    #[getter]
+    fn free(&self) -> u64 {
+        self.core.free()
+    }
+
+    #[getter]
+    fn host_bytes(&self) -> u64 {
+        self.core.host_bytes()
+    }
+
+    #[getter]
+    fn tables(&self) -> u32 {
+        self.core.tables()
+    }
+
+    /// Returns a budget for copies of the tables, with no bytes allocated.
+    fn __deepcopy__(&self, _memo: &Bound<'_, PyAny>) -> Self {
+        Self { core: Arc::new(self.core.untaken()) }
+    }
 }

@@ -1,34 +1,32 @@
-//! The native Table, and the export of its rows.
+//! The native Table, the export of its rows, sweeps of several tables, and measurements for sizing their budgets.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use embcache::cache::{ExportStream, RowBlock, Table};
+use embcache::cache::{ExportStream, INDEX_BYTES_PER_ROW, RowBlock, Table, device_row_bytes, host_row_bytes};
 use embcache::config::{AdmissionRule, EvictionConfig, MissingRead, SsdConfig, TableConfig};
 use embcache::io::default_engine;
-use embcache::lifecycle::OovRow;
-use embcache::ssd::SsdTier;
+use embcache::lifecycle::{BucketCounts, OovRow, StepClock};
+use embcache::sizing::MissRatioCurve;
+use embcache::ssd::{LinkedSegments, SsdTier, StateCounters};
 use embcache::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, table_key};
 use embcache::{Error, Kind};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, ToPyArray};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::budgets::PySharedBudget;
 use crate::buffers::{headers_from_python, slice, slice2};
-use crate::census::{PyRankKeyRange, PyScoreHistogram};
 use crate::error::to_python;
-use crate::evicted::{PyEvictedBlock, PyEvictedQueue};
-use crate::gather::PythonGather;
+use crate::eviction::{PyEvictedBlock, PyEvictedQueue, PyRankKeyRange, PyScoreHistogram};
 use crate::logging::{follow_levels, follow_levels_sometimes};
 use crate::paths::{CheckedSsdDir, PyCommitDirectory};
 use crate::records::{PyBaseCheckpoint, PyChangeCounts};
-use crate::rows::{PyFoundRows, PyRowBlock, PyRowMetadata};
-use crate::segments::PyLinkedSegments;
+use crate::rows::{PyFoundRows, PyRowBlock, PyRowMetadata, PythonGather};
 use crate::settings::{
-    PyEvictionRule, PyMissingRead, PyRowAdmission, PyRowInitializer, PyTableCounters, on_full_from, optimizer_from,
-    policy_from, reopen_from,
+    PyEvictionRule, PyMissingRead, PyRowAdmission, PyRowBytes, PyRowInitializer, PySharedBudget, PyTableCounters,
+    on_full_from, optimizer_from, policy_from, reopen_from,
 };
 use crate::stats::PyTableStats;
 
@@ -123,7 +121,7 @@ impl PyTable {
         shared_budget: Option<Py<PySharedBudget>>,
     ) -> PyResult<Self> {
         let reopen = reopen_from(reopen, uncommitted)?;
-        let not_admitted = not_admitted.map_or(Ok(MissingRead::Initial), |given| given.core("not_admitted"))?;
+        let not_admitted = not_admitted.map_or(Ok(MissingRead::Initial), |read| read.core("not_admitted"))?;
         let config = TableConfig {
             key: key.unwrap_or_else(|| table_key(&name)),
             name,
@@ -141,7 +139,7 @@ impl PyTable {
             on_full: on_full_from(on_full)?,
             admission: admission.map_or(AdmissionRule::All, |admission| admission.get().core),
             not_admitted,
-            missing_read: missing_read.map_or(Ok(not_admitted), |given| given.core("missing_read"))?,
+            missing_read: missing_read.map_or(Ok(not_admitted), |read| read.core("missing_read"))?,
             score_half_life_steps: score_half_life_steps.unwrap_or(DEFAULT_SCORE_HALF_LIFE_STEPS),
             eviction: eviction
                 .map(|rule| EvictionConfig { rule: rule.get().core.clone(), every_steps: evict_every_steps }),
@@ -202,9 +200,9 @@ impl PyTable {
     fn set_oov_row(&self, py: Python<'_>, values: PyReadonlyArray1<'_, f32>) -> PyResult<()> {
         let values = slice("values", &values)?.to_vec();
         let layout = self.inner.config().layout();
-        let (given, wanted) = (values.len(), layout.floats());
+        let (len, expected) = (values.len(), layout.floats());
         let row = OovRow::from_values(layout, values).ok_or_else(|| {
-            to_python(Error::new(Kind::Input, format!("a shared row here has {wanted} numbers and {given} were given")))
+            to_python(Error::new(Kind::Input, format!("the OOV row of this table has {expected} values, not {len}")))
         })?;
         py.detach(|| self.inner.set_oov_row(Some(&row))).map_err(to_python)
     }
@@ -215,8 +213,8 @@ impl PyTable {
         py.detach(|| self.inner.set_epoch(epoch)).map_err(to_python)
     }
     fn base_checkpoints(&self, py: Python<'_>) -> PyResult<Vec<PyBaseCheckpoint>> {
-        let ancestors = py.detach(|| self.inner.base_checkpoints()).map_err(to_python)?;
-        Ok(ancestors.into_iter().map(Into::into).collect())
+        let bases = py.detach(|| self.inner.base_checkpoints()).map_err(to_python)?;
+        Ok(bases.into_iter().map(Into::into).collect())
     }
     fn sweeps_since(&self, py: Python<'_>, base: PyBaseCheckpoint) -> PyResult<Vec<String>> {
         let sweeps = py.detach(|| self.inner.sweeps_since(&base.into())).map_err(to_python)?;
@@ -345,8 +343,8 @@ impl PyTable {
         ranges: Vec<Py<PyRankKeyRange>>,
         version: Option<u64>,
     ) -> PyResult<Option<PyScoreHistogram>> {
-        let spans: Vec<_> = ranges.iter().map(|span| span.get().core).collect();
-        let counted = py.detach(|| self.inner.score_histogram(step, &spans, version)).map_err(to_python)?;
+        let ranges: Vec<_> = ranges.iter().map(|range| range.get().core).collect();
+        let counted = py.detach(|| self.inner.score_histogram(step, &ranges, version)).map_err(to_python)?;
         counted.map(|counted| PyScoreHistogram::of(py, counted)).transpose()
     }
     fn is_unchanged_since_sweep(&self, py: Python<'_>) -> PyResult<bool> {
@@ -413,4 +411,101 @@ impl PyTableExport {
         let Some(chunk) = next.transpose().map_err(to_python)? else { return Ok(None) };
         PyRowBlock::of(py, &chunk.headers, chunk.vectors, self.vector_floats).map(Some)
     }
+}
+
+/// State of a table's SSD tier when a linked checkpoint was saved.
+#[pyclass(frozen, name = "LinkedSegments", module = "torchrec_embcache._native")]
+pub(crate) struct PyLinkedSegments {
+    pub(crate) files: Arc<LinkedSegments>,
+    pub(crate) counters: StateCounters,
+    pub(crate) counts: Vec<BucketCounts>,
+    pub(crate) clock: StepClock,
+    pub(crate) oov_row: Option<OovRow>,
+}
+
+#[pymethods]
+impl PyLinkedSegments {
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.files.rows()
+    }
+}
+
+/// Sweeps tables by the rules in `rules`, or by a table's own rule for `None`. No Python signal handler runs between
+/// two of them.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
+pub(crate) fn sweep_tables(
+    py: Python<'_>,
+    tables: Vec<Py<PyTable>>,
+    rules: Vec<Option<Py<PyEvictionRule>>>,
+) -> PyResult<()> {
+    if tables.len() != rules.len() {
+        return Err(PyValueError::new_err(format!("{} tables and {} rules", tables.len(), rules.len())));
+    }
+    let rules = rules.iter().map(|rule| rule.as_ref().map(|rule| &rule.get().core));
+    let all: Vec<_> = tables.iter().map(|table| table.get().inner.clone()).zip(rules).collect();
+    py.detach(|| Table::sweep_all(&all)).map_err(to_python)
+}
+
+/// The miss ratios of caches of many sizes under one policy.
+#[pyclass(frozen, get_all, name = "MissRatioCurve", module = "torchrec_embcache._native")]
+pub(crate) struct PyMissRatioCurve {
+    policy: &'static str,
+    /// `[n]`
+    rows: Py<PyArray1<u64>>,
+    /// `[n]`
+    miss_ratios: Py<PyArray1<f64>>,
+    first_use_ratio: f64,
+    new_row_ratio: f64,
+    lookups: u64,
+    batches: u64,
+    largest_batch: u64,
+    distinct_ids: u64,
+    sampling_rate: f64,
+}
+
+impl PyMissRatioCurve {
+    fn new(py: Python<'_>, curve: &MissRatioCurve) -> Self {
+        Self {
+            policy: curve.policy.name(),
+            rows: curve.rows.to_pyarray(py).unbind(),
+            miss_ratios: curve.miss_ratios.to_pyarray(py).unbind(),
+            first_use_ratio: curve.first_use_ratio,
+            new_row_ratio: curve.new_row_ratio,
+            lookups: curve.lookups,
+            batches: curve.batches,
+            largest_batch: curve.largest_batch,
+            distinct_ids: curve.distinct_ids,
+            sampling_rate: curve.sampling_rate,
+        }
+    }
+}
+
+/// Returns the curve of the table's policy, then that of `lru` if the policy differs; `None` if nothing is measured.
+/// With `reset` the counts restart at zero.
+#[pyfunction]
+#[pyo3(signature = (table, *, reset))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
+pub(crate) fn miss_ratio_curves(
+    py: Python<'_>,
+    table: Py<PyTable>,
+    reset: bool,
+) -> PyResult<Option<Vec<PyMissRatioCurve>>> {
+    let table: &Table = &table.get().inner;
+    let curves = py.detach(|| table.miss_ratio_curves(reset)).map_err(to_python)?;
+    Ok(curves.map(|curves| curves.iter().map(|curve| PyMissRatioCurve::new(py, curve)).collect()))
+}
+
+/// Returns the bytes of one row in each budget.
+#[pyfunction]
+pub(crate) fn row_bytes(dim: usize, optimizer: &str, policy: &str) -> PyResult<PyRowBytes> {
+    let layout = optimizer_from(optimizer)?.layout(dim);
+    let policy = policy_from(policy)?;
+    Ok(PyRowBytes {
+        host: host_row_bytes(&layout, policy),
+        device: device_row_bytes(&layout, policy),
+        ssd: SsdTier::record_bytes(&layout),
+        index: INDEX_BYTES_PER_ROW,
+    })
 }

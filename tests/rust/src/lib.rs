@@ -260,12 +260,12 @@ impl Rig {
 
     /// Plans a batch of one feature.
     pub fn plan(&self, ids: &[Id], mode: PlanMode) -> embcache::Result<Plan> {
-        self.lookup.plan(ids, &[0, ids.len() as i64], mode)
+        self.lookup.plan(ids, &[0, ids.len() as i64], mode, &[])
     }
 
     /// Waits for a plan, and scatters the rows that it fetched.
     pub fn place(&self, plan: &Plan) -> embcache::Result<()> {
-        plan.wait()?;
+        plan.wait(&mut [])?;
         self.scatter(plan, 0)?;
         if self.device.is_some() { plan.scattered() } else { Ok(()) }
     }
@@ -274,8 +274,8 @@ impl Rig {
     pub fn scatter(&self, plan: &Plan, table: usize) -> embcache::Result<()> {
         if let Some(device) = &self.device {
             device.resize(plan.required_slots(table)? as usize);
-            let (slots, vectors, scalars) = plan.fetched(table)?;
-            device.scatter(&slots, &vectors, &scalars);
+            let rows = plan.fetched(table, &mut [])?;
+            device.scatter(&rows.slots, &rows.vectors.unwrap_or_default(), &rows.scalars);
         }
         Ok(())
     }
@@ -287,9 +287,9 @@ impl Rig {
     /// Panics if there is no device tier.
     pub fn place_from(&self, plan: &Plan, lent: &mut [f32]) -> embcache::Result<Option<usize>> {
         let device = self.device.as_ref().expect("a device tier");
-        plan.wait_into(&mut [Some(&mut *lent)])?;
+        plan.wait(&mut [Some(&mut *lent)])?;
         device.resize(plan.required_slots(0)? as usize);
-        let rows = plan.fetched_into(0, lent)?;
+        let rows = plan.fetched(0, lent)?;
         let floats = self.table.config().layout().vector_floats();
         let vectors = match &rows.vectors {
             Some(vectors) => vectors,

@@ -4,38 +4,42 @@
 //! rows of one batch, places them on the tier that kernels run on, runs the kernels or returns slots to Python, and
 //! commits or releases.
 //!
-//! Each folder imports only from those before it:
+//! Each module imports only from those before it:
 //!
-//! | folder | contents |
+//! | module | contents |
 //! | --- | --- |
-//! | `watch` | rows that snapshots, exports, deltas and hooks need, tracked while rows move and change |
-//! | `residency` | placement: the only code that moves rows, with their state bits and the counters |
-//! | `locks` | the locks around the placement, and their order |
-//! | `walk` | the single loop that passes on rows: exports, saves, deltas, snapshots |
+//! | `changes` | rows that snapshots, exports and deltas need, tracked while rows move and change |
+//! | `placement` | the only code that moves rows, with their state bits and the counters |
+//! | `expiry` | the life of rows: admission, sweeps by the table's eviction rule, the clock |
+//! | `residency` | operations on rows that depend on both |
+//! | `lock` | the locks around the placement, and their order |
+//! | `snapshot` | the single loop that passes on rows: exports, saves, deltas, snapshots |
 //! | `table` | the public table |
 //! | `plan` | lookups and plans |
 
-mod base;
-mod columns;
-mod groups;
-mod locks;
+mod changes;
+mod evicted_rows;
+mod expiry;
+mod lock;
+mod placement;
 mod plan;
+mod plan_lock;
 mod residency;
-mod rows;
+mod row_blocks;
+mod snapshot;
 mod table;
-mod walk;
-mod watch;
+mod table_context;
 
-pub use crate::device::DeviceRowReader;
-pub use crate::host::INDEX_BYTES_PER_ROW;
-pub use columns::{PickedRows, RowColumns};
-pub use groups::{GroupGatherer, GroupSink};
+pub use crate::tiers::DeviceRowReader;
+pub use crate::tiers::INDEX_BYTES_PER_ROW;
+pub use changes::{BaseCheckpoint, PreImages};
+pub use evicted_rows::{EvictedQueue, EvictedRows};
+pub use placement::{ChangeCounts, FetchedRows, MissingMode, PlanMode, device_row_bytes, host_row_bytes};
 pub use plan::{Lookup, Plan, RowLists};
-pub use residency::{ChangeCounts, FetchedRows, MissingMode, PlanMode, TableStats, device_row_bytes, host_row_bytes};
-pub use rows::{DeviceTensors, FoundRows, RowBlock, RowChunk};
+pub use residency::TableStats;
+pub use row_blocks::{DeviceTensors, FoundRows, GroupGatherer, GroupSink, PickedRows, RowBlock, RowChunk, RowColumns};
+pub use snapshot::{ExportStream, TableSnapshot};
 pub use table::Table;
-pub use walk::{ExportStream, TableSnapshot};
-pub use watch::{BaseCheckpoint, EvictedQueue, EvictedRows, PreImages};
 
 #[cfg(test)]
 mod resident;

@@ -58,7 +58,7 @@ fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
 }
 
 fn plan(lookup: &Lookup, ids: &[Id]) -> Plan {
-    lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_PREFETCH).unwrap()
+    lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_PREFETCH, &[]).unwrap()
 }
 
 fn forward(plan: &Plan, bags: usize) -> Vec<f32> {
@@ -75,7 +75,7 @@ fn at_rest(table: &Table) {
 
 /// A row whose read is in progress is planned again, and the first plan is dropped before, during or after the read.
 #[test]
-fn loom_row_read_for_dropped_plan_reaches_other_plan() {
+fn loom_row_read_for_a_dropped_plan_is_there_for_another() {
     model(|| {
         let (table, lookup, engine) = table();
         let dropped = plan(&lookup, &[1, 11]);
@@ -85,7 +85,7 @@ fn loom_row_read_for_dropped_plan_reaches_other_plan() {
                 let plan = plan(&lookup, &[1, 12]);
                 // Serves the read that this plan submits itself if the first plan's read was finished and discarded.
                 read_waiting(&*reads);
-                plan.wait().unwrap();
+                plan.wait(&mut []).unwrap();
                 forward(&plan, 2)
             })
         };
@@ -102,11 +102,11 @@ fn loom_row_read_for_dropped_plan_reaches_other_plan() {
 
 /// An export returns the weights and metadata of a row both from before a training step or both from after it.
 #[test]
-fn loom_export_during_training_has_intact_rows_or_fails() {
+fn loom_export_during_a_step_is_intact_or_fails() {
     model(|| {
         let (table, lookup, _engine) = table();
         let plan = plan(&lookup, &[11]);
-        plan.wait().unwrap();
+        plan.wait(&mut []).unwrap();
         forward(&plan, 1);
         let training = spawn(move || {
             let numbers = Hyperparameters { lr: 1.0, ..Hyperparameters::default() };
@@ -131,11 +131,11 @@ fn loom_export_during_training_has_intact_rows_or_fails() {
 /// A snapshot has the original value of each row, in any order of the training step, the copy of the row, and its
 /// demotion to SSD.
 #[test]
-fn loom_snapshot_has_its_rows_despite_training_and_eviction() {
+fn loom_snapshot_during_steps_and_evictions_has_its_rows() {
     model(|| {
         let (table, lookup, engine) = table();
         let first = plan(&lookup, &[11]);
-        first.wait().unwrap();
+        first.wait(&mut []).unwrap();
         forward(&first, 1);
         let training = {
             let reads = Arc::clone(&engine);
@@ -145,12 +145,12 @@ fn loom_snapshot_has_its_rows_despite_training_and_eviction() {
                 // Demotes row 12, the least recently used.
                 let second = plan(&lookup, &[1]);
                 read_waiting(&*reads);
-                second.wait().unwrap();
+                second.wait(&mut []).unwrap();
             })
         };
         let images = Arc::new(PreImages::new(Arc::clone(&engine), "/save/images".into(), 1 << 20, 1));
-        let moment = table.snapshot(&images, 1).unwrap();
-        let steps = moment.step() as u32;
+        let snapshot = table.snapshot(&images, 1).unwrap();
+        let steps = snapshot.step() as u32;
         let mut rows = Vec::new();
         let sink = &mut |chunk: RowChunk| {
             for (at, header) in chunk.headers.iter().enumerate() {
@@ -158,7 +158,7 @@ fn loom_snapshot_has_its_rows_despite_training_and_eviction() {
             }
             Ok(())
         };
-        moment.for_each_chunk(2, sink).unwrap();
+        snapshot.for_each_chunk(2, sink).unwrap();
         training.join().unwrap();
         rows.sort_unstable();
         let expected = [(1, 0, 1), (2, 0, 2), (11, steps, 11 - steps as i32), (12, 0, 12), (13, 0, 13), (14, 0, 14)];

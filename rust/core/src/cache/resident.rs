@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::{Lookup, PlanMode, RowBlock, Table};
-use crate::budget::SharedBudget;
 use crate::config::{
     AdmissionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, ReopenMode, SsdConfig, TableConfig,
 };
 use crate::io::MemoryEngine;
 use crate::rows::{InitializerSpec, RowHeader};
+use crate::runtime::budget::SharedBudget;
 use crate::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
 const HOST_BYTES: u64 = 12 << 20;
@@ -51,13 +51,12 @@ fn import(table: &Table, ids: std::ops::Range<Id>) {
 
 /// Resident bytes of rows in RAM and of the SSD index.
 fn held_bytes(table: &Table) -> u64 {
-    let arena = table.inner.lock().unwrap().resident_bytes();
+    let arena = table.inner.lock().unwrap().placement.resident_bytes();
     arena + table.stats().unwrap().ssd.unwrap().index_bytes
 }
 
-/// Rows in RAM and the index of the SSD tier stay within the budget while the table grows to many times the budget.
 #[test]
-fn ram_rows_and_ssd_index_stay_within_budget_as_table_grows() {
+fn rows_in_ram_and_ssd_index_stay_within_the_budget() {
     for (dim, block) in [(64, 10_000), (1, 60_000)] {
         let table = table(dim);
         for first in (0..12).map(|at| at * block) {
@@ -71,34 +70,34 @@ fn ram_rows_and_ssd_index_stay_within_budget_as_table_grows() {
 }
 
 #[test]
-fn overflow_of_working_set_is_freed_with_its_last_pin() {
+fn overflow_is_freed_with_the_last_pin() {
     let table = table(64);
     let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).unwrap();
     let ids: Vec<Id> = (0..100_000).collect();
-    let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::TRAIN).unwrap();
-    plan.wait().unwrap();
+    let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::TRAIN, &[]).unwrap();
+    plan.wait(&mut []).unwrap();
     assert!(plan.overflow_rows().unwrap()[0] > 0 && held_bytes(&table) > 2 * HOST_BYTES);
     plan.commit().unwrap();
     drop(plan);
     // The next batch demotes the rows beyond the budget.
-    lookup.plan(&ids[..10], &[0, 10], PlanMode::TRAIN).unwrap().wait().unwrap();
+    lookup.plan(&ids[..10], &[0, 10], PlanMode::TRAIN, &[]).unwrap().wait(&mut []).unwrap();
     let held = held_bytes(&table);
     assert!(held <= HOST_BYTES + (1 << 20) + PAGES_BYTES, "{held} bytes");
 }
 
 #[test]
-fn small_table_in_large_shared_budget_takes_little_memory() {
+fn few_rows_in_a_large_shared_budget_use_little_memory() {
     let budget = Arc::new(SharedBudget::new(1 << 36, 1 << 37, 2, 1.0));
     let shared_budget = Some(Arc::clone(&budget));
     let config = TableConfig { host_bytes: 1 << 20, shared_budget, ssd: None, ..config(64) };
     let table = Table::open(config, None, Arc::new(MemoryEngine::default())).unwrap();
-    let resident = || table.inner.lock().unwrap().resident_bytes();
+    let resident = || table.inner.lock().unwrap().placement.resident_bytes();
     import(&table, 0..100);
     assert!(resident() < 128 << 10, "{} bytes for 100 rows", resident());
     let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).unwrap();
     let ids: Vec<Id> = (0..20_000).collect();
-    let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::EVALUATE).unwrap();
-    plan.wait().unwrap();
+    let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::EVALUATE, &[]).unwrap();
+    plan.wait(&mut []).unwrap();
     // A row inserted while the plan exists is beyond the table's own portion of the budget.
     import(&table, 30_000..30_001);
     assert!(resident() > 5 << 20);

@@ -71,8 +71,7 @@ impl CheckpointDirectory {
         Ok(Self { path, engine, access, checks, descriptor: Some(Arc::new(own)) })
     }
 
-    /// Returns a handle to `path` in any engine, such as [`crate::io::MemoryEngine`]. Checks nothing: for tests and
-    /// benchmarks.
+    /// Returns a handle to `path` in any engine, such as `MemoryEngine`. Checks nothing: for tests and benchmarks.
     pub fn with_engine(engine: Arc<dyn IoEngine>, path: &Path) -> Self {
         Self {
             path: path.to_owned(),

@@ -7,8 +7,8 @@
 //! path/<seq>-<random>/<rank>-of-<world>.json         tables, files, counts and checksums of one rank
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<serial>.seg            of a linked checkpoint
-//! path/<seq>-<random>/dense.json, dense/<rank>-of-<world>.<n>.extents           beside the tables, see [`DenseWriter`]
-//! path/part-<random>/                                what a rank wrote that is in no checkpoint yet, see [`Part`]
+//! path/<seq>-<random>/dense.json, dense/<rank>-of-<world>.<n>.extents           state outside the tables, see `DenseWriter`
+//! path/part-<random>/                                files of a rank that are in no checkpoint yet, see `CheckpointPart`
 //! path/lock                                          held while `LATEST` is replaced, and while a directory is made or swept
 //! ```
 //!
@@ -34,56 +34,50 @@
 //!    ranks have done so.
 //! 3. [`TableReader::read`] delivers the rows of the buckets that the rank owns, verified as they are read.
 //!
-//! The folders, from the bottom up: `directory` is a checked and held user's directory. `output` writes files.
-//! `manifest` has names, digests, manifests, and directory locks. `extents` and `rows` write and read the contents of a
-//! checkpoint. `blocks` has RecIS-format saves. `publish` makes a checkpoint the latest one and removes others. `ops`
+//! From the bottom up: `directory` is a checked and held user's directory. `background_file` writes files. `manifest`
+//! has names, digests, manifests, and directory locks. `dense` and `rows` write and read the contents of a checkpoint.
+//! `recis` has RecIS-format saves. `commit` makes a checkpoint the latest one, and `retention` removes others. `ops`
 //! works on entire checkpoints. None imports from a later one.
 
-mod blocks;
+mod background_file;
+mod commit;
+mod dense;
 mod directory;
-mod extents;
 mod manifest;
 mod ops;
-mod output;
-mod publish;
+mod recis;
+mod retention;
 mod rows;
 
-pub use crate::cache::{GroupGatherer, GroupSink};
-pub use blocks::manifest::RecisTableShare;
-pub use blocks::names::{RecisSaveName, RecisShard};
-pub use blocks::reader::{RecisBlockShape, RecisReader, RecisRun, RecisTableInfo};
-pub use blocks::save::{RecisJoinMode, RecisSave, RecisShardOutcome};
-pub use blocks::shard::{RecisBlockSpec, RecisShardWriter, RecisWrittenTable};
-pub use blocks::writer::{RecisBlockRange, RecisBlockWriter, RecisFileSpec};
+pub use crate::runtime::process::work_in_background;
+pub use commit::{CheckpointSave, PublishedCheckpoint, SaveOptions};
+pub use dense::{DenseReader, DenseWriter};
 pub use directory::CheckpointDirectory;
-pub use extents::reader::DenseReader;
-pub use extents::writer::DenseWriter;
-pub use manifest::dense::{DenseEntry, DenseExtent, DenseShare};
-pub use manifest::digest::RankDigest;
-pub use manifest::holds::WaitCallback;
-pub(crate) use manifest::json::{seal_text, unseal as unseal_text};
-pub use manifest::latest::{CheckpointName, LatestCheckpoint, PartName};
-pub use manifest::manifests::{CheckpointId, CheckpointKind, CheckpointManifest, OptimizerSpec, TableEntry, TableSpec};
-pub(crate) use manifest::names::MANIFEST_FILE;
-pub use manifest::names::REFERENCE_FILE;
-pub use ops::beside::{
-    AsyncSaveOptions, AsyncSaveTable, PRE_IMAGE_BYTES, RankSnapshot, WriteRateLimiter, work_in_background,
+pub use manifest::latest::{CheckpointName, LatestCheckpoint, PartName, WaitCallback};
+pub use manifest::manifests::{
+    CheckpointId, CheckpointKind, CheckpointManifest, DenseEntry, DenseExtent, DenseShare, TableEntry,
+};
+pub use manifest::spec::{OptimizerSpec, TableSpec};
+pub(crate) use manifest::{MANIFEST_FILE, seal_text, unseal as unseal_text};
+pub use manifest::{REFERENCE_FILE, RankDigest};
+pub use ops::async_save::{
+    AsyncSaveOptions, AsyncSaveTable, CheckpointPart, PRE_IMAGE_BYTES, RankSnapshot, WriteRateLimiter,
 };
 pub(crate) use ops::chain::open_parent;
-pub use ops::chain::{ChainReader, CheckpointChain};
-pub use ops::check::{LoadColumns, LoadSegments, TableRequest, TableSource};
-pub use ops::compact::ChainCompaction;
+pub use ops::chain::{ChainReader, CheckpointChain, LoadColumns, LoadSegments, TableRequest, TableSource};
 pub use ops::copy::{CheckpointCopyReport, copy};
-pub use ops::life::{IdExpiry, IdHistoryEntry, IdState};
-pub use ops::part::CheckpointPart;
-pub use ops::reshard::reshard;
-pub use ops::serving::make_for_serving;
+pub use ops::rewrite::{ChainCompaction, make_for_serving, reshard};
+pub use ops::row_history::{IdExpiry, IdHistoryEntry, IdState};
 pub use ops::tables::LinkedTable;
-pub use publish::retention::{PruneReport, prune, remove_stale_parts};
-pub use publish::save::{CheckpointSave, PublishedCheckpoint, SaveOptions};
-pub use rows::delta::DeltaChanges;
+pub use recis::layout::{RecisSaveName, RecisShard};
+pub use recis::load::{RecisBlockShape, RecisReader, RecisRun, RecisTableInfo};
+pub use recis::manifest::RecisTableShare;
+pub use recis::save::{
+    RecisBlockRange, RecisBlockSpec, RecisBlockWriter, RecisFileSpec, RecisJoinMode, RecisSave, RecisShardOutcome,
+    RecisShardWriter, RecisWrittenTable,
+};
+pub use retention::{PruneReport, prune, remove_stale_parts};
 pub use rows::format;
+pub(crate) use rows::input::RowFileOffsets;
 pub use rows::reader::{OpenCheckpoint, TableReader};
-pub use rows::source::{RowSink, RowSource};
-pub(crate) use rows::staged::RowFileOffsets;
-pub use rows::writer::RankWriter;
+pub use rows::writer::{DeltaChanges, RankWriter, RowChunks, RowSink};

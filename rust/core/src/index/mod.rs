@@ -1,10 +1,10 @@
 //! Lookup of ids: the dedupe of a batch, and the index of the rows in a tier.
 
-mod dedupe;
+mod dedup;
 mod hash;
-mod host;
+mod row_index;
 
-pub use dedupe::{DedupedIds, IdDeduper, dedupe};
+pub use dedup::{DedupedIds, IdDeduper, dedupe};
 pub(crate) use hash::IdHash;
-pub use host::SlotIndex;
-pub(crate) use host::{IndexLine, slots_of};
+pub use row_index::SlotIndex;
+pub(crate) use row_index::{IndexLine, slots_of};

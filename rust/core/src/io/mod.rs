@@ -1,47 +1,52 @@
-//! File I/O behind one trait, [`IoEngine`]. It has implementations on `io_uring`, on plain system calls, in memory, and
-//! with injected faults.
+//! File I/O behind one trait, [`IoEngine`]. It has implementations on `io_uring` and on plain system calls. With the
+//! feature `testing` it also has one in memory, and one with injected faults.
 //!
 //! Every file operation of the SSD tier and of checkpoints goes through an [`IoEngine`], so that the fault engine sees
 //! each of them.
+
+mod buffers;
+mod confined_dir;
+mod dir_lock;
+mod disk;
+mod link;
+mod mapped_file;
+pub(crate) mod open_files;
+mod psync;
+#[cfg(any(test, feature = "testing"))]
+mod testing;
+#[cfg(target_os = "linux")]
+mod uring;
+
+pub use buffers::{ALIGNMENT, AlignedBuf, BufPool, PooledBuf};
+pub use confined_dir::{ConfinedEngine, EntryCheck};
+pub use dir_lock::{DirLock, DirLockPurpose, LOCK_FILE};
+pub use disk::DiskEngine;
+pub(crate) use link::copy_file;
+pub use link::link_or_copy;
+pub use mapped_file::{FileMapping, MappingAccess};
+pub use psync::PsyncEngine;
+#[cfg(any(test, feature = "testing"))]
+pub use testing::{FaultEngine, IoFault, IoOperation, MemoryEngine};
+#[cfg(target_os = "linux")]
+pub use uring::UringEngine;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use crate::error::{Error, Kind, Result};
+use crate::runtime::process::PerProcess;
 
-mod aligned;
-#[cfg(target_os = "linux")]
-mod arena;
-mod beneath;
-mod cover;
-pub(crate) mod descriptors;
-mod disk;
-mod fault;
-mod link;
-mod lock;
-mod lock_fork;
-mod mapped;
-mod memory;
-mod psync;
-mod select;
-#[cfg(target_os = "linux")]
-mod uring;
+/// The environment variable that overrides the selection. Its values are `uring` and `pread`.
+const ENGINE_VARIABLE: &str = "EMBCACHE_IO";
 
-pub use aligned::{ALIGNMENT, AlignedBuf, BufPool, PooledBuf};
-pub use beneath::{ConfinedEngine, EntryCheck};
-pub use disk::DiskEngine;
-pub use fault::{FaultEngine, IoFault, IoOperation};
-pub(crate) use link::copy_file;
-pub use link::link_or_copy;
-pub use lock::{DirLock, DirLockPurpose, LOCK_FILE};
-pub use mapped::{FileMapping, MappingAccess};
-pub use memory::MemoryEngine;
-pub use psync::PsyncEngine;
-pub use select::default_engine;
-#[cfg(target_os = "linux")]
-pub use uring::UringEngine;
+/// The requested limit of open files of a process, since each segment of each table is one.
+const OPEN_FILE_LIMIT: u64 = 1 << 16;
+
+static PROCESS_ENGINE: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
 
 /// Mode of opening a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -167,6 +172,82 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     fn lock_dir_for(&self, path: &Path, purpose: DirLockPurpose) -> Result<DirLock>;
 }
 
+/// Returns the engine of this process: `io_uring` if available (a ring was created, and a read through it succeeded),
+/// and plain `pread` otherwise, which is logged. The environment variable `EMBCACHE_IO` (`uring` or `pread`) overrides
+/// the selection. [`IoEngine::name`] identifies it. A forked child gets its own engine. The first call raises the
+/// process's limit of open files as far as permitted.
+///
+/// Errors: `Config` for another value of the variable; `Unsupported` if it requests `io_uring` and that is unavailable.
+pub fn default_engine() -> Result<Arc<dyn IoEngine>> {
+    let make = || {
+        raise_file_limit();
+        choose_engine(std::env::var_os(ENGINE_VARIABLE).map(|value| value.to_string_lossy().into_owned()).as_deref())
+    };
+    PROCESS_ENGINE.get(make).cloned()
+}
+
+/// Writes `data` to `path` so that a crash leaves either the old file or the complete new one. This writes a temporary
+/// file in the same directory, syncs it, renames it to `path`, and syncs the directory.
+pub fn write_atomically(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
+    let dir = path.parent().unwrap_or(Path::new("."));
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".tmp");
+    let temporary = dir.join(name);
+    if engine.exists(&temporary)? {
+        engine.remove_file(&temporary)?;
+    }
+    write_whole(engine, &temporary, data)?.sync()?;
+    engine.rename(&temporary, path)?;
+    engine.sync_dir(dir)
+}
+
+/// Creates a file with the contents `data`. Nothing of it is durable yet.
+pub(crate) fn write_whole(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<Arc<dyn IoFile>> {
+    let file = engine.open(path, IoOpenMode::Create { preallocate: 0 })?;
+    let mut padded = AlignedBuf::zeroed(data.len().next_multiple_of(ALIGNMENT));
+    padded[..data.len()].copy_from_slice(data);
+    file.write_at(0, &padded)?;
+    file.set_len(data.len() as u64)?;
+    Ok(file)
+}
+
+/// Reads an entire file. Rejects a file longer than `limit_bytes` before any memory is allocated (`Kind::Corruption`).
+pub fn read_file(engine: &dyn IoEngine, path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
+    let file = engine.open(path, IoOpenMode::Read)?;
+    let len = file.len()?;
+    if len > limit_bytes {
+        return Err(Error::corruption(path, 0, "the file's length", format!("at most {limit_bytes}"), len));
+    }
+    let mut data = vec![0; len as usize];
+    file.read_at(0, &mut data)?;
+    Ok(data)
+}
+
+/// Raises this process's soft limit of open files towards the hard limit. The usual 1024 is too low for some tables.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let target = limit.maximum.map_or(OPEN_FILE_LIMIT, |hard| hard.min(OPEN_FILE_LIMIT));
+    if limit.current.is_some_and(|soft| soft < target) {
+        // If this fails, opening a file fails later with an error that names the file and the errno.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(target), maximum: limit.maximum });
+    }
+}
+
+/// Returns the engine for a value of the environment variable.
+fn choose_engine(requested: Option<&str>) -> Result<Arc<dyn IoEngine>> {
+    match requested {
+        None | Some("") => Ok(uring_engine().unwrap_or_else(|error| {
+            tracing::warn!("files are read by pread, which takes more time of the processor: {error}");
+            Arc::new(PsyncEngine::default())
+        })),
+        Some("uring") => uring_engine(),
+        Some("pread") => Ok(Arc::new(PsyncEngine::default())),
+        Some(other) => {
+            Err(Error::new(Kind::Config, format!("{ENGINE_VARIABLE}={other:?} is not known: use uring or pread")))
+        }
+    }
+}
+
 /// Rejects a write that direct I/O does not support. Every engine uses this, so that all reject the same writes.
 fn check_aligned(path: &Path, offset: u64, len: usize) -> Result<()> {
     if offset.is_multiple_of(ALIGNMENT as u64) && len.is_multiple_of(ALIGNMENT) {
@@ -206,39 +287,36 @@ fn short_file_error(path: &Path, wanted_end: u64, len: u64) -> Error {
     Error::corruption(path, len, "the file's length", format!("at least {wanted_end}"), len)
 }
 
-/// Writes `data` to `path` so that a crash leaves either the old file or the complete new one. This writes a temporary
-/// file in the same directory, syncs it, renames it to `path`, and syncs the directory.
-pub fn write_atomically(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
-    let dir = path.parent().unwrap_or(Path::new("."));
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".tmp");
-    let temporary = dir.join(name);
-    if engine.exists(&temporary)? {
-        engine.remove_file(&temporary)?;
-    }
-    write_whole(engine, &temporary, data)?.sync()?;
-    engine.rename(&temporary, path)?;
-    engine.sync_dir(dir)
+#[cfg(target_os = "linux")]
+fn uring_engine() -> Result<Arc<dyn IoEngine>> {
+    Ok(Arc::new(UringEngine::new(true)?))
 }
 
-/// Creates a file with the contents `data`. Nothing of it is durable yet.
-pub(crate) fn write_whole(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<Arc<dyn IoFile>> {
-    let file = engine.open(path, IoOpenMode::Create { preallocate: 0 })?;
-    let mut padded = AlignedBuf::zeroed(data.len().next_multiple_of(ALIGNMENT));
-    padded[..data.len()].copy_from_slice(data);
-    file.write_at(0, &padded)?;
-    file.set_len(data.len() as u64)?;
-    Ok(file)
+#[cfg(not(target_os = "linux"))]
+fn uring_engine() -> Result<Arc<dyn IoEngine>> {
+    Err(Error::new(Kind::Unsupported, "io_uring exists on Linux only: unset EMBCACHE_IO or set it to pread"))
 }
 
-/// Reads an entire file. Rejects a file longer than `limit_bytes` before any memory is allocated (`Kind::Corruption`).
-pub fn read_file(engine: &dyn IoEngine, path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
-    let file = engine.open(path, IoOpenMode::Read)?;
-    let len = file.len()?;
-    if len > limit_bytes {
-        return Err(Error::corruption(path, 0, "the file's length", format!("at most {limit_bytes}"), len));
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_chooses_and_a_wrong_value_is_named() {
+        assert!(choose_engine(Some("pread")).unwrap().name().starts_with("pread"));
+        let error = choose_engine(Some("aio")).unwrap_err();
+        assert_eq!(error.kind(), Kind::Config);
+        assert!(error.to_string().contains("\"aio\""), "{error}");
     }
-    let mut data = vec![0; len as usize];
-    file.read_at(0, &mut data)?;
-    Ok(data)
+
+    #[test]
+    fn default_engine_falls_back_without_a_ring() {
+        let expected = if uring_engine().is_ok() { "io_uring" } else { "pread" };
+        assert!(choose_engine(None).unwrap().name().starts_with(expected));
+    }
+
+    #[test]
+    fn a_process_has_one_engine() {
+        assert!(Arc::ptr_eq(&default_engine().unwrap(), &default_engine().unwrap()));
+    }
 }

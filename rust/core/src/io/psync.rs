@@ -8,12 +8,11 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::cover::SectorRead;
-use super::disk::{BatchReader, DiskEngine, DiskFile};
+use super::disk::{BatchReader, DiskEngine, DiskFile, SectorRead};
 use super::{ALIGNMENT, BufPool, IoReadRequest, PooledBuf, ReadSink};
 use crate::error::{Error, Result};
-use crate::memory;
-use crate::sync::lock;
+use crate::runtime::memory;
+use crate::runtime::sync::lock;
 
 /// Threads of the pool, and thus the maximum number of concurrent reads.
 const THREADS: usize = 32;
@@ -206,7 +205,7 @@ impl PreadWorkers {
 impl PreadPool {
     /// `None` if the OS cannot start a thread.
     fn workers(&self) -> Option<&Arc<PreadWorkers>> {
-        let made = self.workers.get_or_init(|| {
+        let workers = self.workers.get_or_init(|| {
             let work = Arc::new(PreadWorkers {
                 queue: Mutex::default(),
                 ready: Condvar::new(),
@@ -223,7 +222,7 @@ impl PreadPool {
             }
             Some(work)
         });
-        made.as_ref()
+        workers.as_ref()
     }
 }
 

@@ -1,23 +1,21 @@
 //! Batches of reads through `io_uring`: one system call submits and completes many reads.
 #![allow(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _};
-use std::sync::Mutex;
-use std::sync::TryLockError;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, types};
 
-use super::arena::ReadArena;
-use super::cover::{SectorRead, SectorReadStep};
-use super::disk::{BatchReader, DiskEngine, DiskFile};
+use super::disk::{BatchReader, DiskEngine, DiskFile, SectorRead, SectorReadStep};
 use super::psync::read_serially;
-use super::{AlignedBuf, IoReadRequest, ReadSink};
+use super::{ALIGNMENT, AlignedBuf, IoReadRequest, ReadSink};
 use crate::error::{Error, Kind, Result};
-use crate::memory;
-use crate::sync::lock;
+use crate::runtime::memory;
+use crate::runtime::sync::lock;
 
 /// Reads in flight on one ring. A block device's queue usually has 256 entries, so two rings fill it.
 const DEPTH: usize = 128;
@@ -342,15 +340,15 @@ impl UringReader {
 
     /// Calls `run` with an unused ring. If all are in use, waits for one of them, round-robin.
     fn with_ring<T>(&self, run: impl FnOnce(&mut Option<UringRing>) -> T) -> T {
-        let turn = self.next_ring.fetch_add(1, Ordering::Relaxed);
+        let first = self.next_ring.fetch_add(1, Ordering::Relaxed);
         for ahead in 0..RINGS {
-            match self.rings[(turn + ahead) % RINGS].try_lock() {
+            match self.rings[(first + ahead) % RINGS].try_lock() {
                 Ok(mut ring) => return run(&mut ring),
                 Err(TryLockError::Poisoned(poisoned)) => return run(&mut poisoned.into_inner()),
                 Err(TryLockError::WouldBlock) => {}
             }
         }
-        run(&mut lock(&self.rings[turn % RINGS]))
+        run(&mut lock(&self.rings[first % RINGS]))
     }
 }
 
@@ -403,5 +401,116 @@ impl BatchReader for UringReader {
             *slot = None;
             read_serially(reads.iter().enumerate().filter(|(position, _)| !handed[*position]), sink);
         });
+    }
+}
+
+/// A piece of the buffer that is in use, or that was released before an older one.
+#[derive(Debug)]
+struct ArenaPiece {
+    start: usize,
+    taken: bool,
+}
+
+/// A ring buffer whose pieces are allocated consecutively. Disks complete reads approximately in the order of their
+/// submission, so pieces are released in about this order. Space becomes free when the oldest piece is released.
+///
+/// The buffer uses huge pages, because a read into physically contiguous memory is a single transfer for the device.
+/// Such a read was measured to cost 0.9 µs per KiB, and 1.4 µs per KiB when scattered over pages of 4 KiB.
+#[derive(Debug)]
+struct ReadArena {
+    memory: AlignedBuf,
+    /// Byte at which the next piece starts, if there is space.
+    head: usize,
+    /// Pieces in the order of allocation, oldest first.
+    pieces: VecDeque<ArenaPiece>,
+}
+
+impl ReadArena {
+    /// Creates an arena of `bytes`, a multiple of the alignment. `Kind::Memory` if the allocation fails.
+    fn new(bytes: usize) -> Result<Self> {
+        Ok(Self { memory: AlignedBuf::try_contiguous(bytes)?, head: 0, pieces: VecDeque::new() })
+    }
+
+    /// Allocates a piece of at least `bytes`, and returns the aligned byte at which it starts. `None` while there is no
+    /// space.
+    fn take(&mut self, bytes: usize) -> Option<usize> {
+        let bytes = bytes.next_multiple_of(ALIGNMENT);
+        let whole = self.memory.len();
+        let start = match self.pieces.front() {
+            None => (bytes <= whole).then_some(0),
+            Some(oldest) if self.head > oldest.start => {
+                let at_end = (bytes <= whole - self.head).then_some(self.head);
+                at_end.or_else(|| (bytes <= oldest.start).then_some(0))
+            }
+            Some(oldest) => (bytes <= oldest.start - self.head).then_some(self.head),
+        }?;
+        self.head = start + bytes;
+        self.pieces.push_back(ArenaPiece { start, taken: true });
+        Some(start)
+    }
+
+    /// Releases the piece that starts at byte `start`.
+    fn give_back(&mut self, start: usize) {
+        if let Some(piece) = self.pieces.iter_mut().find(|piece| piece.start == start) {
+            piece.taken = false;
+        }
+        while self.pieces.front().is_some_and(|oldest| !oldest.taken) {
+            self.pieces.pop_front();
+        }
+    }
+
+    /// Releases all pieces.
+    fn clear(&mut self) {
+        self.pieces.clear();
+    }
+
+    /// Returns a pointer to byte `start`. This does not borrow the bytes, because the kernel may be writing to some of
+    /// them.
+    fn ptr_at(&self, start: usize) -> *mut u8 {
+        self.memory.start_ptr().wrapping_add(start)
+    }
+
+    /// Leaks the memory, because the kernel may still write to it.
+    fn leak(&mut self) {
+        std::mem::forget(std::mem::replace(&mut self.memory, AlignedBuf::zeroed(0)));
+        self.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_never_overlap_and_all_space_becomes_free() {
+        let pages = 16;
+        let mut arena = ReadArena::new(pages * ALIGNMENT).unwrap();
+        let mut held: Vec<(usize, usize)> = Vec::new();
+        let (mut state, mut refused) = (1_u64, 0);
+        for _ in 0..10_000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let drawn = (state >> 33) as usize;
+            if drawn.is_multiple_of(2) {
+                let bytes = 1 + drawn / 2 % (5 * ALIGNMENT);
+                match arena.take(bytes) {
+                    Some(start) => {
+                        assert!(start.is_multiple_of(ALIGNMENT) && start + bytes <= pages * ALIGNMENT);
+                        assert!(held.iter().all(|(other, len)| start + bytes <= *other || other + len <= start));
+                        held.push((start, bytes));
+                    }
+                    None => refused += 1,
+                }
+            } else if !held.is_empty() {
+                let (start, _) = held.swap_remove(drawn / 2 % held.len());
+                arena.give_back(start);
+            }
+        }
+        assert!(refused > 0);
+        held.drain(..).for_each(|(start, _)| arena.give_back(start));
+        assert_eq!(arena.take(pages * ALIGNMENT), Some(0));
+        assert_eq!(arena.take(1), None);
+        arena.clear();
+        assert_eq!(arena.take(pages * ALIGNMENT + 1), None);
+        assert_eq!(arena.take(1), Some(0));
     }
 }

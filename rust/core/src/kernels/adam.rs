@@ -3,8 +3,8 @@
 #![allow(clippy::inline_always)] // See `simd`.
 
 use super::optimizer::{Hyperparameters, RowUpdate, decayed};
-use super::rows::RowStore;
-use crate::simd::{FloatLanes, by_lanes};
+use super::row_store::RowStore;
+use crate::runtime::simd::{FloatLanes, by_lanes};
 use crate::types::CacheSlot;
 
 /// The constants of an update, in float32. Those that depend on the step are computed in float64, once per update.

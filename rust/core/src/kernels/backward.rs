@@ -6,17 +6,17 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use super::adam::{AdamUpdate, LambUpdate, PartialRowWiseAdamUpdate};
-use super::exact::{EXACT_PLACES, add_row};
+use super::exact_sum::{EXACT_PLACES, add_row};
 use super::ftrl::FtrlUpdate;
-use super::gradient::{GradientView, TransposedIndex};
+use super::gradients::{GradientView, TransposedIndex};
 use super::optimizer::{AdagradUpdate, OptimizerStep, RowUpdate, RowWiseAdagradUpdate, SgdUpdate, prefetched_bytes};
-use super::rows::{RowStore, TensorRows};
-use super::threads::{DisjointPtr, parallel_ranges};
+use super::row_store::{RowStore, TensorRows};
+use super::thread_pool::{DisjointPtr, parallel_ranges};
 use crate::config::OptimizerKind;
-use crate::prefetch::prefetch_range;
 use crate::rows::RowLayout;
-use crate::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes};
-use crate::sync::lock;
+use crate::runtime::simd::prefetch_range;
+use crate::runtime::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes};
+use crate::runtime::sync::lock;
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// A row is prefetched this many distinct rows before its update.
@@ -314,7 +314,7 @@ impl<R: RowStore> BackwardCall<'_, R> {
         let dim = self.source.dim as u64;
         let cost_before = |row: usize| (u64::from(starts[row]) + row as u64 * ROW_COST) * dim;
         parallel_ranges(threads, slots.len(), cost_before, |range| {
-            self.isa.run(UpdateJob { call: self, update, range })
+            self.isa.run(UpdateJob { call: self, update, range });
         });
     }
 }
@@ -414,7 +414,7 @@ impl<R: RowStore> SimdJob for DotJob<'_, R> {
             if let Some(row) = row {
                 // SAFETY: the caller of `weight_gradient` guarantees that this occurrence is within the gradient.
                 let gradient = unsafe { self.source.at(position as u32) };
-                crate::simd::by_lanes!(dim, |at, count| {
+                crate::runtime::simd::by_lanes!(dim, |at, count| {
                     // SAFETY: the slot is valid or the row is the absent one, and `at + count` is at most `dim`, the
                     // width of the rows and of the gradient.
                     unsafe {

@@ -5,10 +5,10 @@
 use std::ops::Range;
 
 use super::optimizer::prefetched_bytes;
-use super::rows::RowStore;
-use super::threads::{DisjointPtr, parallel_ranges};
-use crate::prefetch::prefetch_range;
-use crate::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes};
+use super::row_store::RowStore;
+use super::thread_pool::{DisjointPtr, parallel_ranges};
+use crate::runtime::simd::prefetch_range;
+use crate::runtime::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// A row is prefetched this many occurrences before its use.

@@ -3,8 +3,8 @@
 #![allow(clippy::inline_always)] // See `simd`.
 
 use super::optimizer::{Hyperparameters, RowUpdate, decayed};
-use super::rows::RowStore;
-use crate::simd::{FloatLanes, by_lanes};
+use super::row_store::RowStore;
+use crate::runtime::simd::{FloatLanes, by_lanes};
 use crate::types::CacheSlot;
 
 /// The slots are `z`, the sum of gradients that determines the weights, and `n`, the sum of their squares.

@@ -10,23 +10,22 @@
 
 mod adam;
 mod backward;
-mod crew;
-mod exact;
+mod exact_sum;
 mod forward;
 mod ftrl;
-mod gradient;
+mod gradients;
 mod optimizer;
-mod rows;
+mod row_store;
 #[cfg(test)]
 mod tests;
-pub(crate) mod threads;
+pub(crate) mod thread_pool;
 
 pub(crate) use backward::{add_up_exactly, update_row};
 pub use backward::{backward, weight_gradient};
-pub use exact::EXACT_PLACES;
-pub(crate) use exact::rounded_row;
+pub use exact_sum::EXACT_PLACES;
+pub(crate) use exact_sum::rounded_row;
 pub use forward::{forward_pooled, forward_sequence};
-pub use gradient::{GradientView, PooledFeature, PooledGradient, TransposedIndex};
+pub use gradients::{GradientView, PooledFeature, PooledGradient, TransposedIndex};
 pub use optimizer::{Hyperparameters, OptimizerStep};
-pub use rows::{ArenaRows, RowStore, TensorRows};
-pub(crate) use threads::parallel_ranges;
+pub use row_store::{ArenaRows, RowStore, TensorRows};
+pub(crate) use thread_pool::parallel_ranges;

@@ -26,10 +26,10 @@
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)]
 
-use super::rows::RowStore;
+use super::row_store::RowStore;
 use crate::config::OptimizerKind;
-use crate::prefetch::{prefetch_address, prefetch_range};
-use crate::simd::{FloatLanes, by_lanes};
+use crate::runtime::simd::{FloatLanes, by_lanes};
+use crate::runtime::simd::{prefetch_address, prefetch_range};
 use crate::types::CacheSlot;
 
 /// The hyperparameters of an update. An optimizer ignores those that it does not use.

@@ -7,8 +7,8 @@
 use std::ops::Range;
 
 use super::AdmissionCounters;
-use super::bucket::{BucketCounts, CountedId, SnapshotCounts};
-use super::pending::{AdmissionCount, CounterSpot};
+use super::admission_counters::{AdmissionCount, BucketCounts, CountedId, SnapshotCounts};
+use super::counter_map::CounterSpot;
 use crate::config::{AdmissionRule, TableConfig};
 use crate::error::{Error, Kind, Result};
 use crate::rows::philox;
@@ -306,8 +306,8 @@ pub(crate) fn check(rule: &AdmissionRule) -> Result<()> {
             refuse("admission.Count(0) admits every id: leave admission out for that, or give 1 or more".into())
         }
         AdmissionRule::Count { threshold, memory, .. } => {
-            if threshold > super::pending::MOST_THRESHOLD {
-                let most = super::pending::MOST_THRESHOLD;
+            if threshold > super::admission_counters::MOST_THRESHOLD {
+                let most = super::admission_counters::MOST_THRESHOLD;
                 return refuse(format!("admission.Count({threshold}) is out of range: give at most {most}"));
             }
             check_memory(memory)

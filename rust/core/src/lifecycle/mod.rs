@@ -4,18 +4,18 @@
 //! This module does not know the location of rows. The cache evaluates the rules and carries out their decisions.
 
 pub(crate) mod admission;
-mod bucket;
-mod clock;
-mod order;
-mod pending;
-mod shared;
-mod sweep;
+mod admission_counters;
+mod counter_map;
+mod eviction_rule;
+mod oov_row;
+mod rank_order;
+mod step_clock;
 
-pub use bucket::{BucketCounts, CountedId};
-pub use clock::StepClock;
-pub use order::{
+pub(crate) use admission_counters::AdmissionCounters;
+pub use admission_counters::{BucketCounts, CountedId};
+pub use eviction_rule::{ExpiryRule, ExpirySweep};
+pub use oov_row::OovRow;
+pub use rank_order::{
     RankKey, RankKeyPart, RankKeyRange, RankRangeContents, ScoreHistogram, ScoreHistogramBuilder, sortable_score,
 };
-pub(crate) use pending::AdmissionCounters;
-pub use shared::OovRow;
-pub use sweep::{ExpiryRule, ExpirySweep};
+pub use step_clock::StepClock;

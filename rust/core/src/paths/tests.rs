@@ -128,7 +128,7 @@ fn length_and_dots_are_checked() {
 }
 
 #[test]
-fn a_path_with_a_scheme_is_refused_and_nothing_is_made() {
+fn a_path_with_a_scheme_is_rejected_and_nothing_is_created() {
     let addresses = [
         ("s3://bucket/z", "s3"),
         ("gs://bucket", "gs"),
@@ -237,7 +237,7 @@ fn strict_checks_reject_special_bits_not_from_parent() {
 }
 
 #[test]
-fn entries_are_judged_as_the_directory_is() {
+fn entries_are_checked_like_the_directory() {
     let (_root, dir) = private();
     let file = dir.join("file");
     std::fs::write(&file, "").expect("written");
@@ -302,7 +302,7 @@ fn trusted_checks_accept_any_owner_and_mode() {
 }
 
 #[test]
-fn world_writable_parent_is_rejected_unless_sticky() {
+fn parents_are_rejected_if_others_may_write_and_not_sticky() {
     let (root, dir) = private();
     let basic = |path: &Path| PathChecks::Basic.directory_to_save(path);
     for (mode, allowed) in [(0o755, true), (0o1777, true), (0o1775, true), (0o777, false), (0o702, false)] {
@@ -339,7 +339,7 @@ fn a_missing_directory_is_made_for_a_save_only() {
 }
 
 #[test]
-fn a_directory_of_another_user_is_refused() {
+fn directory_of_another_user_is_rejected() {
     let (_root, dir) = private();
     if std::os::unix::fs::chown(&dir, Some(12345), None).is_err() {
         return; // only root may give a directory away
@@ -375,7 +375,7 @@ fn group_writable_parent_is_rejected_unless_sticky_or_own_group() {
 }
 
 #[test]
-fn a_parent_of_another_user_is_refused_however_narrow_its_mode() {
+fn parent_of_another_user_is_rejected_for_any_mode() {
     let (root, dir) = private();
     if std::os::unix::fs::chown(root.path(), Some(12345), None).is_err() {
         return; // only root may give a directory away
@@ -393,7 +393,7 @@ fn a_parent_of_another_user_is_refused_however_narrow_its_mode() {
 }
 
 #[test]
-fn basic_checks_refuse_only_what_others_can_write_to() {
+fn basic_checks_reject_only_paths_writable_by_others() {
     let (root, dir) = private();
     for (mode, allowed) in [(0o755, true), (0o750, true), (0o711, true), (0o775, false), (0o757, false), (0o777, false)]
     {
@@ -419,7 +419,7 @@ fn basic_checks_refuse_only_what_others_can_write_to() {
 }
 
 #[test]
-fn messages_name_both_remedies_but_no_chmod_of_shared_directory() {
+fn messages_name_both_cures_but_no_change_of_a_shared_directory() {
     let (root, dir) = private();
     chmod(&dir, 0o755);
     let text = directory_to_save(&dir).expect_err("refused").to_string();
@@ -436,7 +436,7 @@ fn messages_name_both_remedies_but_no_chmod_of_shared_directory() {
 }
 
 #[test]
-fn a_leading_tilde_is_refused_with_what_replaces_it() {
+fn leading_tilde_is_rejected_with_a_replacement() {
     for path in ["~", "~/x", "~nobody/x"] {
         for check in [directory_to_save, directory_to_load, check_for_ssd] {
             let error = check(Path::new(path)).expect_err("refused");
@@ -498,4 +498,32 @@ fn a_link_that_others_may_point_elsewhere_is_not_followed() {
         assert_eq!(PathChecks::Basic.resolve_to_load(&link).expect("all of one user's"), dir);
         assert_eq!(kind(PathChecks::Basic.resolve_to_save(&link)), Kind::Permission);
     }
+}
+
+#[test]
+fn encoded_names_are_distinct_and_fit_a_file_name() {
+    let names = [
+        "",
+        ".",
+        "..",
+        "a",
+        "A",
+        "a/b",
+        "a%2Fb",
+        "a.b",
+        "a b",
+        "ü",
+        "x+y",
+        &"n".repeat(300),
+        &"n".repeat(301),
+        "~",
+        "%",
+    ];
+    let encoded: std::collections::BTreeSet<String> = names.iter().map(|name| encode_name(name)).collect();
+    assert_eq!(encoded.len(), names.len());
+    for name in encoded {
+        assert!(!name.is_empty() && name.len() <= MAX_NAME_BYTES && !name.starts_with('.'), "{name}");
+        assert!(name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.%~".contains(&b)), "{name}");
+    }
+    assert_eq!(encode_name("t_cat-1.w"), "t_cat-1.w");
 }

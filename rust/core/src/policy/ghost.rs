@@ -1,6 +1,6 @@
 //! Fingerprints of the ids that left recently. A table of buckets without lists, as in the S3-FIFO paper (section 4.2).
 
-use crate::prefetch::prefetch;
+use crate::runtime::simd::prefetch;
 use crate::types::{Id, hash_id};
 
 const BUCKET: usize = 8;
@@ -28,10 +28,10 @@ impl GhostTable {
         if self.entries.len() < needed || self.now == u32::MAX {
             // A fifth more entries than needed, so that a tier that fills up does not restart with an empty table for
             // every row.
-            let wanted = if self.now == 0 { needed } else { (needed * 6 / 5).next_multiple_of(BUCKET) };
+            let len = if self.now == 0 { needed } else { (needed * 6 / 5).next_multiple_of(BUCKET) };
             let mut entries = Vec::new();
-            if entries.try_reserve_exact(wanted).is_ok() {
-                entries.resize(wanted, 0);
+            if entries.try_reserve_exact(len).is_ok() {
+                entries.resize(len, 0);
                 self.entries = entries;
             } else if self.entries.is_empty() {
                 return;
@@ -44,7 +44,7 @@ impl GhostTable {
         self.length = length;
         self.now += 1;
         let entry = u64::from(self.now) << 32 | u64::from(fingerprint(id));
-        let oldest = self.bucket(id).iter_mut().min_by_key(|held| **held >> 32);
+        let oldest = self.bucket(id).iter_mut().min_by_key(|entry| **entry >> 32);
         if let Some(oldest) = oldest {
             *oldest = entry;
         }
@@ -56,11 +56,11 @@ impl GhostTable {
             return false;
         }
         let (now, length) = (self.now, self.length);
-        let found = self.bucket(id).iter_mut().find(|held| {
-            let left = (**held >> 32) as u32;
-            left != 0 && **held as u32 == fingerprint(id) && now - left < length
+        let found = self.bucket(id).iter_mut().find(|entry| {
+            let left = (**entry >> 32) as u32;
+            left != 0 && **entry as u32 == fingerprint(id) && now - left < length
         });
-        found.map(|held| *held = 0).is_some()
+        found.map(|entry| *entry = 0).is_some()
     }
 
     /// Prefetches the bucket of `id` into the CPU cache.

@@ -4,7 +4,7 @@
 
 use std::collections::TryReserveError;
 
-use super::list::{PerSlot, SlotLinks, SlotList};
+use super::linked_list::{PerSlot, SlotLinks, SlotList};
 use super::{AHEAD, RECHECKED, ReplacementPolicy};
 use crate::types::{CacheSlot, Id};
 
@@ -65,18 +65,18 @@ impl LfuPolicy {
             return above;
         }
         let level = LfuLevel { count, above, below, ready: SlotList::default(), parked: SlotList::default() };
-        let made = if let Some(free) = self.free.pop() {
+        let index = if let Some(free) = self.free.pop() {
             self.levels[free as usize] = level;
             free
         } else {
             self.levels.push(level);
             self.levels.len() as u32 - 1
         };
-        self.join(below, made);
+        self.join(below, index);
         if above != NO_LEVEL {
-            self.join(made, above);
+            self.join(index, above);
         }
-        made
+        index
     }
 
     fn join(&mut self, below: u32, above: u32) {
@@ -98,13 +98,13 @@ impl LfuPolicy {
 
     /// Removes a slot from its list. Keeps its level, even if it is empty.
     fn take_out(&mut self, slot: CacheSlot) -> LfuPosition {
-        let home = self.positions.get(slot);
-        if home.level != NO_LEVEL {
-            let level = &mut self.levels[home.level as usize];
-            self.links.unlink(if home.parked { &mut level.parked } else { &mut level.ready }, slot);
+        let place = self.positions.get(slot);
+        if place.level != NO_LEVEL {
+            let level = &mut self.levels[place.level as usize];
+            self.links.unlink(if place.parked { &mut level.parked } else { &mut level.ready }, slot);
             self.positions.set(slot, LfuPosition::default());
         }
-        home
+        place
     }
 
     fn drop_if_empty(&mut self, index: u32) {
@@ -145,14 +145,14 @@ impl ReplacementPolicy for LfuPolicy {
                 self.positions.prefetch(ahead);
                 self.links.prefetch(ahead);
             }
-            let home = self.take_out(slot);
-            if home.level == NO_LEVEL {
+            let place = self.take_out(slot);
+            if place.level == NO_LEVEL {
                 continue;
             }
-            let count = self.levels[home.level as usize].count;
-            let level = if count == u32::MAX { home.level } else { self.level_above(home.level, count + 1) };
+            let count = self.levels[place.level as usize].count;
+            let level = if count == u32::MAX { place.level } else { self.level_above(place.level, count + 1) };
             self.put(slot, LfuPosition { level, parked: false });
-            self.drop_if_empty(home.level);
+            self.drop_if_empty(place.level);
         }
     }
 
@@ -187,8 +187,8 @@ impl ReplacementPolicy for LfuPolicy {
     }
 
     fn removed(&mut self, slot: CacheSlot, _id: Id, _evicted: bool) {
-        let home = self.take_out(slot);
-        self.drop_if_empty(home.level);
+        let place = self.take_out(slot);
+        self.drop_if_empty(place.level);
     }
 
     fn all_removed(&mut self, slots: &[CacheSlot]) {
@@ -197,8 +197,8 @@ impl ReplacementPolicy for LfuPolicy {
                 self.positions.prefetch(ahead);
                 self.links.prefetch_neighbours(ahead);
             }
-            let home = self.take_out(slot);
-            self.drop_if_empty(home.level);
+            let place = self.take_out(slot);
+            self.drop_if_empty(place.level);
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::TryReserveError;
 
-use super::list::{PerSlot, SlotLinks, SlotList};
+use super::linked_list::{PerSlot, SlotLinks, SlotList};
 use super::{AHEAD, RECHECKED, ReplacementPolicy};
 use crate::types::{CacheSlot, Id};
 

@@ -3,7 +3,7 @@
 
 mod ghost;
 mod lfu;
-mod list;
+mod linked_list;
 mod lru;
 mod s3fifo;
 

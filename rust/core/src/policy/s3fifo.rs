@@ -9,7 +9,7 @@
 use std::collections::TryReserveError;
 
 use super::ghost::GhostTable;
-use super::list::{PerSlot, SlotLinks, SlotList};
+use super::linked_list::{PerSlot, SlotLinks, SlotList};
 use super::{AHEAD, PolicyVictim, RECHECKED, ReplacementPolicy};
 use crate::types::{CacheSlot, Id};
 

@@ -259,7 +259,7 @@ fn pinned_slots_are_skipped_without_a_check_per_eviction() {
 }
 
 #[test]
-fn lru_evicts_slots_released_after_their_turn_first() {
+fn lru_evicts_slots_released_late_first() {
     let mut policy = new_policy(PolicyKind::Lru, 4);
     for slot in 0..4 {
         policy.inserted(slot, 0);
@@ -335,7 +335,7 @@ fn s3_fifo_gives_each_use_in_main_one_round_more() {
 }
 
 #[test]
-fn the_ghost_forgets_after_as_many_departures_as_it_is_long() {
+fn the_ghost_forgets_after_its_length_in_departures() {
     let mut ghost = ghost::GhostTable::default();
     for id in -500..500 {
         ghost.remember(id, 100);

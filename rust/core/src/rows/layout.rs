@@ -1,7 +1,7 @@
 //! The memory layout of a row.
 
-use super::decay::ScoreDecayTo;
-use crate::types::{Id, RowMeta};
+use super::score_decay::ScoreDecayTo;
+use crate::types::Id;
 
 /// The values of a row. Its vector part is `[D × (1 + vector_slots)]` float32 with `D` = `dim`, weights first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -31,38 +31,29 @@ impl RowLayout {
     }
 }
 
-/// The part of a row in memory that has the same size in every table: 32 bytes.
+/// The part of a row in memory that has the same size in every table: 32 bytes. Its metadata (all but the id and the
+/// scalar) changes when a training step commits, and moves together with the row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct RowHeader {
     /// The row's id.
     pub id: Id,
-    /// See [`RowMeta::last_step`].
+    /// The table's step counter at the last training step that used the row.
     pub last_step: u64,
-    /// See [`RowMeta::count`].
+    /// The number of occurrences in training batches. It stops at the largest `u32`.
     pub count: u32,
-    /// See [`RowMeta::score`].
+    /// The usage of the row: the sum of its occurrences, which halves over every [`TableConfig::score_half_life_steps`]
+    /// steps (see [`ScoreDecay`](super::ScoreDecay)). This is the value at `last_step`.
+    ///
+    /// [`TableConfig::score_half_life_steps`]: crate::config::TableConfig::score_half_life_steps
     pub score: f32,
     /// The scalar optimizer slot, or 0 if the layout has none.
     pub scalar: f32,
-    /// See [`RowMeta::modified_epoch`].
+    /// The table's checkpoint epoch at the last training step that used the row.
     pub modified_epoch: u32,
 }
 
 impl RowHeader {
-    /// The row's metadata.
-    pub fn meta(&self) -> RowMeta {
-        RowMeta { count: self.count, last_step: self.last_step, score: self.score, modified_epoch: self.modified_epoch }
-    }
-
-    /// Replaces the row's metadata.
-    pub fn set_meta(&mut self, meta: RowMeta) {
-        self.count = meta.count;
-        self.last_step = meta.last_step;
-        self.score = meta.score;
-        self.modified_epoch = meta.modified_epoch;
-    }
-
     /// Records the training step of `decay`, which used the row `occurrences` times. The decayed score of the row's
     /// last step increases by `occurrences`. A step that is not after the last one, as after a reset of the step
     /// counter, decays nothing.
@@ -126,8 +117,8 @@ unsafe impl Sync for RowMut {}
 
 #[cfg(test)]
 mod tests {
-    use super::super::decay::ScoreDecay;
     use super::*;
+    use crate::rows::score_decay::ScoreDecay;
 
     #[test]
     fn a_score_decays_since_the_last_step_and_grows_by_the_occurrences() {

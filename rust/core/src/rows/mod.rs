@@ -4,17 +4,14 @@
 //! the one scalar slot of rowwise optimizers). Every tier, staging buffer, record and checkpoint moves both together.
 
 mod arena;
-mod decay;
-mod init;
+mod initializer;
 mod layout;
-mod list;
 pub(crate) mod philox;
 mod precision;
-mod quantile;
+mod score_decay;
 
-pub use arena::RowArena;
-pub use decay::{ScoreDecay, ScoreDecayTo};
-pub use init::{InitializerSpec, RowInitializer};
+pub use arena::{RowArena, RowList};
+pub use initializer::{InitializerSpec, RowInitializer};
 pub use layout::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
-pub use list::RowList;
 pub use precision::WeightPrecision;
+pub use score_decay::{ScoreDecay, ScoreDecayTo};

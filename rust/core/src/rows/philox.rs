@@ -267,7 +267,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn registers_have_the_same_blocks() {
-        use crate::simd::InstructionSet;
+        use crate::runtime::simd::InstructionSet;
 
         let mut word = 1_u64;
         for first in [0, 7, 1 << 31, u32::MAX - 16, u32::MAX - 7, u32::MAX] {

@@ -15,7 +15,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::simd::{InstructionSet, SimdJob};
+use crate::runtime::simd::{InstructionSet, SimdJob};
 
 /// The storage format of a row's weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -181,8 +181,8 @@ fn store_codes(row: &[f32], into: &mut [u8]) -> bool {
     let bias = f32_to_f16(least);
     let lowest = f16_to_f32(bias);
     let range = greatest - lowest;
-    let wanted = if range == 0.0 { 1.0 } else { range / MAX_CODE };
-    let rounded = f16_to_f32(f32_to_f16(wanted));
+    let exact = if range == 0.0 { 1.0 } else { range / MAX_CODE };
+    let rounded = f16_to_f32(f32_to_f16(exact));
     // If all values of a row are equal, any scale works. If fp16 has no scale for the range, every code is 0.
     let scale = if rounded == 0.0 { 1.0 } else { rounded };
     let inverse = 1.0 / scale;
@@ -459,7 +459,7 @@ mod tests {
     /// Values that a precision cannot represent are errors. Special values are kept by precisions that can represent
     /// them.
     #[test]
-    fn unrepresentable_values_are_errors_and_special_ones_are_kept() {
+    fn unrepresentable_values_are_reported_and_special_values_kept() {
         use WeightPrecision::{Bf16, Fp16, Fp32, Int8};
         let stored = |precision: WeightPrecision, weights: &[f32], dim: usize| {
             let mut bytes = vec![0; weights.len() / dim * precision.row_bytes(dim)];

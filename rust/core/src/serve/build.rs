@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use super::files::{RowFileLink, RowFileLocation, RowFileSet};
+use super::data_files::{RowFileLink, RowFileLocation, RowFileSet};
 use super::index::ServeIndex;
 use crate::cache::RowColumns;
 use crate::checkpoint::{CheckpointKind, OpenCheckpoint, TableReader, WaitCallback};
@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::index::IdHash;
 use crate::io::{IoEngine, MappingAccess};
 use crate::lifecycle::ExpirySweep;
-use crate::memory;
 use crate::rows::WeightPrecision;
+use crate::runtime::memory;
 use crate::types::Id;
 
 /// Checks the files of a table in one checkpoint, and returns a reader for all of its rows.
@@ -35,10 +35,10 @@ pub(super) fn map_files(
     links: &[(&OpenCheckpoint, &TableReader)],
     access: MappingAccess,
 ) -> Result<RowFileSet> {
-    let most = links.iter().map(|(_, reader)| reader.max_rows_per_file()).max().unwrap_or(1);
+    let max_rows = links.iter().map(|(_, reader)| reader.max_rows_per_file()).max().unwrap_or(1);
     let spec = links.last().expect("a chain has a checkpoint").1.spec();
     let precision = spec.precision.unwrap_or(WeightPrecision::Fp32);
-    let mut files = RowFileSet::new(most, precision, spec.dim as usize, access);
+    let mut files = RowFileSet::new(max_rows, precision, spec.dim as usize, access);
     for (link, reader) in links {
         files.push(engine, link_of(link), reader)?;
     }
@@ -62,25 +62,25 @@ pub(super) fn build_index(
     let mut building = ServeIndexBuilder {
         files,
         link: 0,
-        index: ServeIndex::with_room_for(rows)?,
+        index: ServeIndex::with_capacity(rows)?,
         tombstones: HashSet::default(),
         rows,
     };
     for (number, (reader, _)) in links.iter().enumerate().rev() {
         let newer: Vec<&ExpirySweep> = links[number + 1..].iter().flat_map(|(_, sweeps)| sweeps.iter()).collect();
         building.link = number;
-        let (mut file, mut dead) = (files.first_file_of(number), Vec::new());
+        let (mut file, mut expired) = (files.first_file_of(number), Vec::new());
         reader.read_columns(&mut |rows| {
             wait()?;
-            if !building.add(file, rows, &newer, &mut dead)? {
+            if !building.add(file, rows, &newer, &mut expired)? {
                 return Err(wrong(building.rows + 1));
             }
             file += 1;
             // An expired row replaced the row of an older checkpoint, which must not be indexed.
             if number > 0 {
-                building.mark_removed(&dead)?;
+                building.mark_removed(&expired)?;
             }
-            dead.clear();
+            expired.clear();
             Ok(())
         })?;
         reader.read_tombstones(&mut |ids| building.mark_removed(ids))?;
@@ -120,7 +120,13 @@ impl ServeIndexBuilder<'_> {
     /// `dead`. Returns false if there are more rows than expected.
     ///
     /// Errors: `Corruption` if the checkpoint has an id twice.
-    fn add(&mut self, file: usize, rows: &RowColumns<'_>, newer: &[&ExpirySweep], dead: &mut Vec<Id>) -> Result<bool> {
+    fn add(
+        &mut self,
+        file: usize,
+        rows: &RowColumns<'_>,
+        newer: &[&ExpirySweep],
+        expired: &mut Vec<Id>,
+    ) -> Result<bool> {
         let dim = rows.parts[0].len() / rows.len().max(1);
         for (row, &id) in rows.ids.iter().enumerate() {
             if let Some(&later) = rows.ids.get(row + AHEAD) {
@@ -131,11 +137,11 @@ impl ServeIndexBuilder<'_> {
                 continue;
             }
             if newer.iter().any(|sweep| sweep.matches(&rows.header(row), weights)) {
-                dead.push(id);
+                expired.push(id);
                 continue;
             }
-            let has_room = self.index.len() < self.rows;
-            if has_room && self.index.insert_new(id, self.files.location(file, row)) {
+            let has_space = self.index.len() < self.rows;
+            if has_space && self.index.insert_new(id, self.files.location(file, row)) {
                 continue;
             }
             // The row is in a newer checkpoint, or in another file of this one.

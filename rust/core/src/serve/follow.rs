@@ -5,10 +5,10 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
-use super::serving::{NewestCheckpoints, TableServer};
+use super::server::{NewestCheckpoints, TableServer};
 use crate::error::{Error, Kind, Result};
-use crate::process::lower_priority;
-use crate::sync::lock;
+use crate::runtime::process::lower_priority;
+use crate::runtime::sync::lock;
 
 /// Maximum number of polls skipped after a failed one.
 const MAX_SKIPPED_POLLS: u32 = 15;
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn unservable_checkpoint_backs_off_and_newer_is_polled_at_once() {
+    fn retries_of_a_failed_checkpoint_back_off_and_a_newer_one_does_not() {
         let mut back_off = PollBackoff::default();
         assert_eq!(looks(&mut back_off, Some(newest(1, 1)), 60), [0, 2, 6, 14, 30, 46]);
         assert_eq!(looks(&mut back_off, Some(newest(2, 1)), 10), [0, 2, 6]);

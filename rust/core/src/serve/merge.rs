@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::Builder;
 
-use super::opening::{has_large_overlay, load_or_build_indexes};
+use super::open::{has_large_overlay, load_or_build_indexes};
 use super::source::ServingSource;
 use super::version::{ChainIndexes, ServedVersion, with_indexes};
 use crate::checkpoint::WaitCallback;
 use crate::error::{Error, Kind, Result};
-use crate::process::lower_priority;
+use crate::runtime::process::lower_priority;
 
 /// Builds indexes that cover an entire version.
 #[derive(Clone, Debug)]
@@ -65,8 +65,8 @@ impl IndexMerger {
             // Requests have priority.
             lower_priority();
             let mut wait = || {
-                let left = || Error::new(Kind::State, "nobody serves it any more");
-                if server.strong_count() == 0 { Err(left()) } else { Ok(()) }
+                let dropped = || Error::new(Kind::State, "nobody serves it any more");
+                if server.strong_count() == 0 { Err(dropped()) } else { Ok(()) }
             };
             let indexed = merger.make_indexes(&version, &mut wait);
             let Some(server) = server.upgrade() else { return };

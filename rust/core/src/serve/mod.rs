@@ -10,37 +10,32 @@
 //! replaces the current one atomically, so that a request that holds a version sees one checkpoint in all tables. The
 //! files of a version stay mapped while it is held, even if a trainer removes them.
 //!
-//! The files, from the bottom up: `pages`, `faults` and `near` track the pages in memory; `files` maps data files;
-//! `index` finds locations; `build` builds an index; `overlay` has later changes; `missing` has the values of missing
-//! ids; `answer` is the output of a lookup; `gather` and `table` look up ids; `version` and `opening` open checkpoints;
-//! `check` verifies an index file against the rows; `source` finds the next checkpoint; `serving` replaces versions,
-//! `follow` does so regularly, and `merge` rebuilds their indexes.
+//! The files, from the bottom up: `resident_pages` and `page_age` track the pages in memory; `data_files` maps data
+//! files; `index` finds locations, and `index_file` stores it; `build` builds an index; `overlay` has later changes;
+//! `lookup` and `table` look up ids; `version` and `open` open checkpoints; `source` finds the next checkpoint; `server`
+//! replaces versions, `follow` does so regularly, and `merge` rebuilds their indexes.
 
-mod answer;
 mod build;
-mod check;
-mod faults;
-mod files;
+mod data_files;
 mod follow;
-mod gather;
 mod index;
+mod index_file;
+mod lookup;
 mod merge;
-mod missing;
-mod near;
-mod opening;
+mod open;
 mod overlay;
-mod pages;
-mod serving;
+mod page_age;
+mod resident_pages;
+mod server;
 mod source;
 mod stats;
 mod table;
 mod version;
 
 pub use crate::config::MissingRead;
-pub use check::check_index;
 pub use follow::ServingFollower;
-pub use opening::{ServeIndexReport, make_index};
-pub use serving::{PollOutcome, ServeOptions, TableServer};
+pub use open::{ServeIndexReport, check_index, make_index};
+pub use server::{PollOutcome, ServeOptions, TableServer};
 pub use stats::ServingStats;
 pub use table::{PoolingMode, ServedTable};
 pub use version::ServedVersion;

@@ -1,7 +1,7 @@
 //! Changes of the deltas after an index: the latest location of each of their ids, and their sweeps.
 
 use super::build::check_unique;
-use super::files::{RowFileLocation, RowFileSet};
+use super::data_files::{RowFileLocation, RowFileSet};
 use crate::checkpoint::TableReader;
 use crate::error::{Error, Kind, Result};
 use crate::index::SlotIndex;

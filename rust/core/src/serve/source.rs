@@ -5,8 +5,8 @@
 //! applied to it. A chain then consists of the checkpoint in the served directory and the deltas in the trainer's,
 //! where nothing is ever written.
 
-use super::files::RowFileLink;
-use super::opening::{open_links, open_readers};
+use super::data_files::RowFileLink;
+use super::open::{open_links, open_readers};
 use super::version::{OpenedLink, ServeContext, ServedVersion, extend_version, origin_of};
 use crate::checkpoint::{
     CheckpointChain, CheckpointDirectory, CheckpointId, CheckpointName, LatestCheckpoint, OpenCheckpoint, WaitCallback,

@@ -3,13 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::answer::{Float32Output, LookupWriter, RowOutput, StoredOutput};
-use super::files::RowFileSet;
-use super::gather::ServeLookup;
+use super::data_files::RowFileSet;
 use super::index::ServeIndex;
-use super::missing::MissingWeights;
-use super::near::PageGeneration;
+use super::lookup::{Float32Output, LookupWriter, MissingWeights, RowOutput, ServeLookup, StoredOutput};
 use super::overlay::DeltaOverlay;
+use super::page_age::PageGeneration;
 use crate::checkpoint::TableSpec;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::{TensorRows, forward_pooled};
@@ -167,15 +165,15 @@ impl ServedTable {
         let of = (&*self.index, &self.overlay);
         let gather = ServeLookup::new(&self.files, of, self.dim(), self.page_generation.generation(), ids.len());
         let mut answer = LookupWriter::new((&self.files, &self.missing), ids, out, on_row);
-        let far_rows =
+        let cold_rows =
             self.page_generation.advance_on_faults(&self.files, || gather.write_resident_rows(ids, &mut answer));
-        if !far_rows.is_empty() {
-            gather.write_cold_rows(&far_rows, &mut answer)?;
+        if !cold_rows.is_empty() {
+            gather.write_cold_rows(&cold_rows, &mut answer)?;
         }
         let missing = answer.missing_rows();
-        let far = far_rows.len() as u64;
+        let cold = cold_rows.len() as u64;
         for (count, more) in
-            [(&self.counts.ids, ids.len() as u64), (&self.counts.missing, missing as u64), (&self.counts.cold, far)]
+            [(&self.counts.ids, ids.len() as u64), (&self.counts.missing, missing as u64), (&self.counts.cold, cold)]
         {
             count.fetch_add(more, Ordering::Relaxed);
         }

@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use super::build::{build_index, link_of, map_files, reader_of};
-use super::files::{RowFileLink, RowFileSet};
-use super::index::{INDEX_FILE, ServeIndex, ServeIndexTable, read_index, write_index};
-use super::missing::MissingWeights;
-use super::near::PageGeneration;
+use super::data_files::{RowFileLink, RowFileSet};
+use super::index::ServeIndex;
+use super::index_file::{INDEX_FILE, ServeIndexTable, read_index, write_index};
+use super::lookup::MissingWeights;
 use super::overlay::DeltaOverlay;
+use super::page_age::PageGeneration;
 use super::table::{LookupCounts, ServedTable};
 use crate::checkpoint::{
     CheckpointDirectory, CheckpointId, CheckpointManifest, CheckpointName, MANIFEST_FILE, OpenCheckpoint, TableReader,
@@ -251,9 +252,9 @@ pub(super) fn open_version(
     let newest = links.last().expect("a chain has a checkpoint").link;
     let mut tables = Vec::new();
     for (number, (files, entry)) in files.into_iter().zip(&newest.manifest().tables).enumerate() {
-        let near = PageGeneration::new();
+        let page_generation = PageGeneration::new();
         if opening.preload {
-            files.preload_all(near.generation(), wait)?;
+            files.preload_all(page_generation.generation(), wait)?;
         }
         tables.push(Arc::new(ServedTable {
             spec: entry.spec.clone(),
@@ -262,7 +263,7 @@ pub(super) fn open_version(
             indexed_links: indexed.links,
             overlay: overlay_after(indexed, links, number, &files)?,
             missing: MissingWeights::of(&entry.spec, opening.missing)?,
-            page_generation: Arc::new(near),
+            page_generation: Arc::new(page_generation),
             counts: Arc::clone(&opening.counts),
             files,
         }));

@@ -1,6 +1,6 @@
 //! Results of a measurement: miss ratios by size, and the counts that they are computed from.
 
-use super::caches::LEAST_MEMBERS;
+use super::simulation::LEAST_MEMBERS;
 use crate::config::PolicyKind;
 
 /// The misses of a cache as a fraction of its lookups, for caches of many sizes.

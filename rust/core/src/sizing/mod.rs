@@ -6,23 +6,19 @@
 //! sample for the other policies (Waldspurger, Saemundsson, Ahmad, Park, "Cache modeling and optimization using
 //! miniature simulations", ATC 2017). It stores no rows, and does not affect the table.
 
-mod caches;
-mod choice;
 mod curve;
-mod pace;
-mod recency;
+mod reuse_distance;
 mod sample;
+mod simulation;
 #[cfg(test)]
 mod tests;
 
 pub use curve::MissRatioCurve;
 
-use choice::sampled_ids;
-use pace::SamplingPace;
-use sample::IdSample;
+use sample::{IdSample, SamplingPace, sampled_ids};
 
 use crate::config::PolicyKind;
-use crate::sync::{AtomicU64, Mutex, Ordering, lock};
+use crate::runtime::sync::{AtomicU64, Mutex, Ordering, lock};
 use crate::types::Id;
 
 /// No id has a hash below this, so nothing is sampled.
@@ -50,8 +46,8 @@ struct SizingMeasurement {
 
 impl SizingMeasurement {
     /// Records the lookups of a plan and its new rows, and the uses of sampled ids among them.
-    fn record(&mut self, (lookups, births): (u64, u64), uses: impl Iterator<Item = (u64, Id)>) {
-        self.sample.looked_up(lookups, births);
+    fn record(&mut self, (lookups, new_rows): (u64, u64), uses: impl Iterator<Item = (u64, Id)>) {
+        self.sample.looked_up(lookups, new_rows);
         let waited = self.waiting.len();
         self.waiting.extend(uses);
         self.pace.sampled((self.waiting.len() - waited) as u64);

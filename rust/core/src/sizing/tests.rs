@@ -3,10 +3,8 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::TableSizing;
-use super::choice::sampled_ids;
-use super::pace::SamplingPace;
-use super::recency::ReuseTracker;
-use super::sample::{IdSample, MOST_BYTES, MOST_MEMBERS};
+use super::reuse_distance::ReuseTracker;
+use super::sample::{IdSample, MOST_BYTES, MOST_MEMBERS, SamplingPace, sampled_ids};
 use crate::config::PolicyKind;
 use crate::policy::{ReplacementPolicy, new_policy};
 use crate::types::{CacheSlot, Id};
@@ -141,7 +139,7 @@ fn a_measurement_takes_no_more_memory_than_it_says() {
 }
 
 #[test]
-fn counting_anew_leaves_the_caches_warm() {
+fn a_reset_of_the_counts_keeps_the_caches_warm() {
     let trace = skewed_trace(50_000, 3_000);
     let mut sample = IdSample::new(PolicyKind::S3Fifo, 1000);
     feed(&mut sample, &trace);

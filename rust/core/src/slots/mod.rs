@@ -4,26 +4,28 @@
 //! headers. It is used under the lock of its table. Slots `0..capacity` are the budget of the tier. Slots from
 //! `capacity` on are overflow: they are taken only for a working set that does not fit the budget.
 
-mod fill;
-mod groups;
-mod listing;
 mod pins;
-mod state;
+#[cfg(test)]
+mod tests;
+
+pub use pins::{PinGroup, PinTable};
 
 use std::ops::Range;
 use std::sync::Arc;
 
-pub use groups::PinGroup;
-pub use pins::PinTable;
-pub use state::RowState;
-
 use crate::config::PolicyKind;
 use crate::error::Result;
 use crate::index::SlotIndex;
-use crate::memory;
 use crate::policy::{ReplacementPolicy, new_policy};
-use crate::prefetch::prefetch;
+use crate::runtime::memory;
+use crate::runtime::simd::prefetch;
 use crate::types::{CacheSlot, Id};
+
+/// Number of slots that [`SlotMap::modified`] checks together.
+const MARKS_AT_ONCE: usize = 16;
+
+/// Number of slots that [`SlotMap::newest_from`] checks together.
+const LISTED_AT_ONCE: usize = 1024;
 
 /// The slots of one tier; see the module's documentation.
 #[derive(Debug)]
@@ -379,7 +381,165 @@ impl SlotMap {
             *state = state.without(RowState::MODIFIED);
         }
     }
+
+    /// Takes up to `requested` empty slots of the budget, and adds them to `taken`. Follow with
+    /// [`SlotMap::insert_all_new`], or with `give_back`.
+    pub fn take_many(&mut self, requested: usize, taken: &mut Vec<CacheSlot>) {
+        let before = taken.len();
+        let all = before + requested.min(self.free_slots() as usize);
+        while taken.len() < all
+            && let Some(slot) = self.free.pop()
+        {
+            if slot < self.limit {
+                taken.push(slot);
+            } else {
+                self.parked.push(slot);
+            }
+        }
+        let fresh = (all - taken.len()).min(self.limit.saturating_sub(self.next_fresh) as usize) as u32;
+        if fresh > 0 {
+            taken.extend(self.next_fresh..self.next_fresh + fresh);
+            self.next_fresh += fresh;
+            self.cover(self.next_fresh - 1);
+        }
+        self.used += (taken.len() - before) as u32;
+    }
+
+    /// Takes `requested` empty slots: of the budget, then of the overflow, for whose bytes the caller has made space.
+    /// Follow as after [`SlotMap::take_many`].
+    pub fn take_with_overflow(&mut self, requested: usize) -> Vec<CacheSlot> {
+        let mut taken = Vec::with_capacity(requested);
+        self.take_many(requested, &mut taken);
+        taken.extend((taken.len()..requested).map(|_| self.take_overflow()));
+        taken
+    }
+
+    /// Puts rows into taken slots, up to the first one whose id the tier has already. `slots` and `ids` are `[n]`.
+    /// Returns the number inserted.
+    pub fn insert_all_new(&mut self, slots: &[CacheSlot], ids: &[Id], state: RowState) -> usize {
+        let put = self.index.insert_new_batch(ids, slots);
+        let (slots, ids) = (&slots[..put], &ids[..put]);
+        for &slot in slots {
+            self.set_state(slot, state.with(RowState::OCCUPIED));
+        }
+        self.policy.all_inserted(slots, ids);
+        put
+    }
+
+    /// Removes rows without eviction, and frees their slots. `slots` and `ids` are `[n]`.
+    pub fn remove_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+        self.index.remove_batch(ids);
+        self.policy.all_removed(slots);
+        for &slot in slots {
+            self.give_back(slot);
+        }
+    }
+
+    /// Removes victims and frees their slots. `slots` and `ids` are `[n]`.
+    pub fn remove_victims(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+        self.index.remove_batch(ids);
+        for &slot in slots {
+            self.pins.unclaim(slot);
+            self.give_back(slot);
+        }
+    }
+
+    /// Returns the occupied slots whose rows are marked [`RowState::MODIFIED`], in ascending order.
+    pub fn modified(&self) -> impl Iterator<Item = CacheSlot> + '_ {
+        let marked = |state: &RowState| state.has(RowState::MODIFIED) && state.has(RowState::OCCUPIED);
+        let any = |block: &[RowState; MARKS_AT_ONCE]| block.iter().fold(0, |bits, state| bits | state.0);
+        let blocks = self.states.chunks_exact(MARKS_AT_ONCE);
+        let rest = (self.states.len() - blocks.remainder().len()) as CacheSlot..self.states.len() as CacheSlot;
+        (0..)
+            .step_by(MARKS_AT_ONCE)
+            .zip(blocks)
+            .filter(move |(_, block)| {
+                block.first_chunk().is_some_and(|block| RowState(any(block)).has(RowState::MODIFIED))
+            })
+            .flat_map(|(first, block)| (first..).zip(block).map(|(slot, _)| slot))
+            .chain(rest)
+            .filter(move |&slot| marked(&self.states[slot as usize]))
+    }
+
+    /// Appends to `found` the slots with the newest copies of rows, in ascending order from slot `from` on, until
+    /// `found` has `most`. Returns the slot after the last checked one.
+    pub fn newest_from(&self, from: CacheSlot, most: usize, found: &mut Vec<CacheSlot>) -> CacheSlot {
+        let mut next = from;
+        while let Some(states) = self.states.get(next as usize..).filter(|states| !states.is_empty())
+            && found.len() < most
+        {
+            // Every slot is stored, and the end advances only if it counts: so there is no unpredictable branch.
+            let states = &states[..states.len().min(most - found.len()).min(LISTED_AT_ONCE)];
+            let mut end = found.len();
+            found.resize(end + states.len(), 0);
+            for (slot, state) in (next..).zip(states) {
+                found[end] = slot;
+                end += usize::from(state.is_newest());
+            }
+            found.truncate(end);
+            next += states.len() as CacheSlot;
+        }
+        next
+    }
+
+    /// Returns the occupied slots from slot `from` on, in ascending order.
+    pub fn occupied_from(&self, from: CacheSlot) -> impl Iterator<Item = CacheSlot> + '_ {
+        let states = self.states.get(from as usize..).unwrap_or_default();
+        (from..).zip(states).filter(|(_, state)| state.has(RowState::OCCUPIED)).map(|(slot, _)| slot)
+    }
 }
 
-#[cfg(test)]
-mod tests;
+/// The state of the row in a slot, as bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RowState(u8);
+
+impl RowState {
+    /// The slot has a row.
+    pub const OCCUPIED: Self = Self(1);
+    /// The copy of the row on SSD, if there is one, is older than this one.
+    pub const DIRTY: Self = Self(2);
+    /// SSD has a copy of the row, current or outdated.
+    pub const ON_SSD: Self = Self(4);
+    /// The row was planned and never trained. It is discarded with its last pin.
+    pub const PROVISIONAL: Self = Self(8);
+    /// In a slot of the host tier: the row is being read from SSD. In a slot of the device tier: the row was not
+    /// scattered into the device tensors yet, and its current copy is where it was before.
+    pub const LOADING: Self = Self(16);
+    /// The current copy is on the device. The slot is kept only because a plan has pinned it.
+    pub const SHADOW: Self = Self(32);
+    /// The read of the row failed. It is discarded with its last pin, and the copy on SSD stays the current one.
+    pub const FAILED: Self = Self(64);
+    /// This is the newest copy of the row, and it was trained or imported since the last call of
+    /// [`SlotMap::clear_marks`](SlotMap::clear_marks).
+    pub const MODIFIED: Self = Self(128);
+
+    /// The bits of an unsettled row: releasing its last pin, or planning it, requires further work.
+    const UNSETTLED: Self = Self::PROVISIONAL.with(Self::LOADING).with(Self::SHADOW).with(Self::FAILED);
+
+    /// Returns the union of both sets of bits.
+    #[must_use]
+    pub const fn with(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// Returns the bits without those of `other`.
+    #[must_use]
+    pub const fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// Returns true if any bit of `other` is set.
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 != 0
+    }
+
+    /// Returns true if the row is inserted and this copy of it is complete and current.
+    pub const fn is_current(self) -> bool {
+        self.has(Self::OCCUPIED) && !self.has(Self::UNSETTLED)
+    }
+
+    /// Returns true if this is the newest copy of the row: it is current, and no tier below has the same one.
+    pub const fn is_newest(self) -> bool {
+        self.is_current() && (self.has(Self::DIRTY) || !self.has(Self::ON_SSD))
+    }
+}

@@ -19,7 +19,7 @@ fn next_victim(slots: &mut SlotMap, id_of: impl Fn(CacheSlot) -> i64) -> Option<
 }
 
 #[test]
-fn newest_rows_are_listed_in_turn_however_many_at_a_time() {
+fn newest_rows_are_listed_in_order_for_any_batch_size() {
     for rows in [0, 1, 5, 3000] {
         let mut slots = filled(4096, rows);
         let newest: Vec<CacheSlot> = (0..rows).filter(|slot| slot % 7 != 3).collect();
@@ -200,7 +200,7 @@ fn no_slot_is_lost_when_the_limit_falls_and_rises_again() {
 }
 
 #[test]
-fn a_spared_victim_is_found_and_can_be_a_victim_again() {
+fn a_kept_victim_is_found_and_can_be_a_victim_again() {
     let mut slots = filled(4, 4);
     let victim = next_victim(&mut slots, i64::from).expect("a victim");
     assert_eq!(victim, slots.get(0), "the least recently used");
@@ -242,7 +242,7 @@ fn group_pins_protect_rows_and_count_only_on_demand() {
 }
 
 #[test]
-fn a_group_skips_what_has_no_slot_beside_single_pins() {
+fn a_group_skips_missing_slots_and_keeps_single_pins() {
     let mut slots = filled(4, 3);
     let held = Arc::new(vec![NO_SLOT, slots.get(0), NO_SLOT]);
     slots.pin(slots.get(1));
@@ -275,7 +275,7 @@ fn a_group_grows_in_its_list_until_its_pins_are_counted_by_slot() {
 }
 
 #[test]
-fn slots_are_settled_where_the_row_of_each_is_whatever_other_rows_are() {
+fn slots_are_settled_independent_of_other_rows() {
     let mut slots = filled(4, 3);
     let held = [slots.get(0), NO_SLOT, slots.get(1)];
     slots.mark(slots.get(2), RowState::PROVISIONAL);
@@ -289,7 +289,7 @@ fn slots_are_settled_where_the_row_of_each_is_whatever_other_rows_are() {
 }
 
 #[test]
-fn rows_are_settled_when_none_is_loading_unborn_shadowed_or_failed() {
+fn rows_are_settled_when_none_is_loading_provisional_shadowed_or_failed() {
     let mut slots = filled(4, 3);
     assert!(slots.all_settled());
     let slot = slots.take().expect("an empty slot");

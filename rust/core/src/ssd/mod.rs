@@ -20,31 +20,32 @@
 //!
 //! | folder or file | contents |
 //! | --- | --- |
+//! | `bucket_sort` | the sort of hashes |
 //! | `index` | the location of the latest record of an id, without the ids |
 //! | `format` | the bytes on disk |
-//! | `classes`, `room` | decisions without locks or files: hotness groups, choice of segments to compact, free space |
-//! | `workers`, `directory` | the process's threads; locks of a directory |
+//! | `hotness`, `space` | decisions without locks or files: hotness groups, choice of segments to compact, free space |
+//! | `workers`, `directory` | the process's threads; a directory's lock and identity |
 //! | `segment` | files of records, open and sealed, and their write buffers |
-//! | `tier` | the state of one tier and its locks |
-//! | `work` | append, fetch, remove, evict, expire, scan, publish, compact, wait for free space |
-//! | `resume` | open a directory, restore a published state, read a linked checkpoint's segments |
-//! | `root` | two-phase commit of flushes of several tables |
+//! | `store` | the state of one tier and its locks |
+//! | `ops` | append, fetch, remove, evict, expire, scan, publish, compact, wait for free space |
+//! | `recover` | open a directory, restore a published state, read a linked checkpoint's segments |
+//! | `two_phase` | two-phase commit of flushes of several tables |
 
-mod classes;
+mod bucket_sort;
 mod directory;
 mod format;
-mod identity;
+mod hotness;
 pub mod index;
 #[cfg(all(test, loom))]
 pub(crate) mod models;
-mod resume;
-mod room;
-mod root;
+mod ops;
+mod recover;
 mod segment;
+mod space;
+mod store;
 #[cfg(test)]
 mod tests;
-mod tier;
-mod work;
+mod two_phase;
 mod workers;
 
 use std::path::Path;
@@ -54,28 +55,28 @@ use crate::config::SsdConfig;
 use crate::error::{Error, Kind, Result};
 use crate::io::IoEngine;
 use crate::rows::{RowLayout, RowMut, RowRef};
+use crate::runtime::sync::Ordering::Relaxed;
 use crate::stats::{SsdStats, TierStats};
-use crate::sync::Ordering::Relaxed;
 use crate::types::Id;
 
-pub use format::state::{SegmentDescriptor, SegmentSet};
-pub use identity::{ShardIdentity, StateCounters};
-pub use resume::segment_files::LinkedSegments;
-pub use root::CommitDirectory;
-pub use tier::moment::EarlyRowSink;
-pub use tier::reads::{FetchBatch, FetchKeepAlive, RowFetch};
-pub use tier::takers::ScanConsumer;
-pub use work::bury::{RowExpiryPredicate, SsdExpiredRows, SsdExpiryCursor, SsdExpiryRule};
-pub use work::copies::EvictedRowsSink;
-pub use work::held::{LinkedBytes, PinnedSegments};
-pub use work::moment::SsdSnapshot;
-pub use work::scan::ScanSink;
+pub use directory::{ShardIdentity, StateCounters};
+pub use format::state_file::{SegmentDescriptor, SegmentSet};
+pub use ops::commit::{LinkedBytes, PinnedSegments};
+pub use ops::evict::EvictedRowsSink;
+pub use ops::expire::{RowExpiryPredicate, SsdExpiredRows, SsdExpiryCursor, SsdExpiryRule};
+pub use ops::scan::{ScanSink, SsdSnapshot};
+pub use recover::linked_segments::LinkedSegments;
+pub use store::reads::{FetchBatch, FetchKeepAlive, RowFetch};
+pub use store::scan_state::ScanConsumer;
+pub use store::snapshot::EarlyRowSink;
+pub use two_phase::CommitDirectory;
 
-use resume::open::{self, SsdTuning};
-use resume::shards;
-use room::geometry;
-use tier::inner::TierInner;
-use work::{append, bury, evict, fetch, held, moment, publish, remove, scan, states};
+use ops::{append, commit, evict, expire, fetch, make_space, scan};
+use recover::open::{self, SsdTuning};
+use segment::open_segment::OpenSegment;
+use space::sizing;
+use store::TierInner;
+use store::state::TierState;
 
 /// The SSD tier of one table shard.
 #[derive(Debug)]
@@ -124,7 +125,7 @@ impl SsdTier {
     /// table has it open, `Path`, `Permission` and `Storage`. After an error nothing was removed, unless the file
     /// system failed half-way.
     pub fn remove_shard(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
-        shards::remove_shard(dir, engine)
+        open::remove_shard(dir, engine)
     }
 
     /// Number of rows in this tier.
@@ -140,7 +141,7 @@ impl SsdTier {
     /// Bytes of RAM that grow with the number of rows (index, live counts).
     pub fn index_bytes(&self) -> u64 {
         let state = self.inner.view();
-        let entries: usize = state.open().iter().map(segment::open::OpenSegment::entries_bytes).sum();
+        let entries: usize = state.open().iter().map(OpenSegment::entries_bytes).sum();
         (state.index().bytes() + entries) as u64
     }
 
@@ -193,89 +194,64 @@ impl SsdTier {
     /// Removes ids that are present, each once. After an error all of them are still present. If a write fails after
     /// some were removed, all are removed, and the next call returns the error.
     pub fn remove(&self, ids: &[Id]) -> Result<()> {
-        remove::remove(&self.inner, ids)
+        evict::remove(&self.inner, ids)
     }
 
     /// Like [`SsdTier::remove`], for a read-only tier. Writes nothing.
     pub fn remove_without_tombstones(&self, ids: &[Id]) {
-        remove::remove_without_tombstones(&self.inner, ids);
+        evict::remove_without_tombstones(&self.inner, ids);
     }
 
     /// Removes all rows, for example when a load replaces the contents.
     pub fn clear(&self) -> Result<()> {
-        remove::clear(&self.inner)
+        evict::clear(&self.inner)
     }
 
     /// Evicts `rows` rows, or as many as possible, and returns their ids. Starts with the oldest segments; a call
-    /// continues where the previous call stopped. Rows for which `keep` returns true stay.
-    pub fn evict(&self, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
-        evict::evict(&self.inner, rows, keep, None)
-    }
-
-    /// Like [`SsdTier::evict`], and passes the evicted rows to `on_evicted`. Reads their records for that.
+    /// continues where the previous call stopped. Rows for which `keep` returns true stay. Passes the evicted rows to
+    /// `on_evicted`, if given, and reads their records for that.
     ///
-    /// Errors: also `Corruption` if a record cannot be read. Its row, and the rows that were read with it, stay until
-    /// the next round.
-    pub fn evict_and_notify(
+    /// Errors: with `on_evicted` also `Corruption` if a record cannot be read. Its row, and the rows that were read with
+    /// it, stay until the next round.
+    pub fn evict(
         &self,
         rows: u64,
         keep: &dyn Fn(Id) -> bool,
-        on_evicted: &mut EvictedRowsSink<'_>,
+        on_evicted: Option<&mut EvictedRowsSink<'_>>,
     ) -> Result<Vec<Id>> {
-        evict::evict(&self.inner, rows, keep, Some(on_evicted))
+        evict::evict(&self.inner, rows, keep, on_evicted)
     }
 
     /// Removes the rows that expire by `rule`, in slices: a call evaluates at most `max_records` records, and continues
     /// where `cursor` stopped. It reads complete footers of about 16 × `max_records` entries. It reaches every row,
     /// also rows that are appended or moved during the pass. Rows for which `keep` returns true stay, because they are
-    /// in RAM: the rule is evaluated there, and their records here may be stale.
+    /// in RAM: the rule is evaluated there, and their records here may be stale. Passes the expired rows to `on_evicted`,
+    /// if given, and reads their records for that.
     ///
-    /// Errors: like [`SsdTier::remove`], and `Corruption` if a row that the rule needs cannot be read. If an error
-    /// occurs after some rows were removed, returns these rows, and the next call returns the error.
+    /// Errors: like [`SsdTier::remove`], and `Corruption` if a row that the rule or `on_evicted` needs cannot be read;
+    /// the row stays. If an error occurs after some rows were removed, returns these rows, and the next call returns the
+    /// error.
     pub fn expire(
         &self,
         cursor: &mut SsdExpiryCursor,
         rule: &SsdExpiryRule<'_>,
         keep: &dyn Fn(Id) -> bool,
         max_records: usize,
+        on_evicted: Option<&mut EvictedRowsSink<'_>>,
     ) -> Result<SsdExpiredRows> {
-        bury::expire(&self.inner, cursor, rule, keep, max_records, None)
+        expire::expire(&self.inner, cursor, rule, keep, max_records, on_evicted)
     }
 
-    /// Like [`SsdTier::expire`], and passes the expired rows to `on_evicted`. Reads their records for that.
-    ///
-    /// Errors: also `Corruption` if the record of an expired row cannot be read. The row stays.
-    pub fn expire_and_notify(
-        &self,
-        cursor: &mut SsdExpiryCursor,
-        rule: &SsdExpiryRule<'_>,
-        keep: &dyn Fn(Id) -> bool,
-        max_records: usize,
-        on_evicted: &mut EvictedRowsSink<'_>,
-    ) -> Result<SsdExpiredRows> {
-        bury::expire(&self.inner, cursor, rule, keep, max_records, Some(on_evicted))
-    }
-
-    /// Makes all earlier appends and removals durable as one state named `commit_id`, which is larger than every
-    /// earlier one. Keeps the previous state, and frees files that neither needs.
-    pub fn publish(&self, commit_id: u64, counters: StateCounters) -> Result<()> {
-        self.publish_with_metadata(Some(commit_id), counters, Vec::new())
-    }
-
-    /// Like [`SsdTier::publish`], with a metadata blob of at most [`SsdTier::max_metadata_bytes`] bytes, which a resume
-    /// of the state returns. Without a `commit_id` the state has the next even one.
-    pub fn publish_with_metadata(
-        &self,
-        commit_id: Option<u64>,
-        counters: StateCounters,
-        metadata: Vec<u8>,
-    ) -> Result<()> {
+    /// Makes all earlier appends and removals durable as one state named `commit_id`, which is larger than every earlier
+    /// one; `None` selects the next even one. Keeps the previous state, and frees files that neither needs. A resume of
+    /// the state returns `metadata`, which has at most [`SsdTier::max_metadata_bytes`] bytes.
+    pub fn publish(&self, commit_id: Option<u64>, counters: StateCounters, metadata: Vec<u8>) -> Result<()> {
         if metadata.len() > self.max_metadata_bytes() {
             let message =
                 format!("a note has at most {} bytes and this one has {}", self.max_metadata_bytes(), metadata.len());
             return Err(Error::new(Kind::Input, message));
         }
-        publish::publish(&self.inner, commit_id, counters, metadata)
+        commit::publish(&self.inner, commit_id, counters, metadata)
     }
 
     /// Takes the metadata blob of the resumed state. Empty if there is none, and after the first call.
@@ -295,30 +271,32 @@ impl SsdTier {
 
     /// Maximum bytes of a metadata blob for a cap of `cap_bytes`.
     pub fn max_metadata_bytes_of(cap_bytes: u64) -> usize {
-        geometry::max_metadata_bytes(cap_bytes)
+        sizing::max_metadata_bytes(cap_bytes)
     }
 
     /// Smallest cap that allows metadata blobs of `metadata_bytes`.
     pub fn cap_for_metadata(metadata_bytes: usize) -> u64 {
-        geometry::cap_for_metadata(metadata_bytes)
+        sizing::cap_for_metadata(metadata_bytes)
     }
 
     /// Discards the published state named `commit_id`, if any, for example after an incomplete flush of several tables.
     pub fn forget_published(&self, commit_id: u64) -> Result<()> {
-        states::forget_published(&self.inner, commit_id)
+        make_space::forget_published(&self.inner, commit_id)
     }
 
     /// Passes every row to `sink` once, in unspecified order. Rows that are appended concurrently may be missing. Rows
     /// that compaction moves concurrently are not.
     pub fn scan(&self, sink: &mut ScanSink<'_>) -> Result<()> {
-        scan::scan(&self.inner, sink)
+        scan::scan(&self.inner, 0, sink)
     }
 
     /// Like [`SsdTier::scan`], for a `sink` that may block the scan. If another thread needs the space of files that
     /// the scan pins, `consumer` is asked to cancel it. A consumer calls [`SsdTier::notify_space_waiters`] whenever it
     /// starts to block the scan.
     pub fn scan_cancellable(&self, consumer: &Arc<dyn ScanConsumer>, sink: &mut ScanSink<'_>) -> Result<()> {
-        scan::scan_cancellable(&self.inner, consumer, sink)
+        // Unregistered after the scan, which has released its files before.
+        let _registered = self.inner.scan_consumers.register(consumer);
+        self.scan(sink)
     }
 
     /// Makes the threads that wait for free space check again.
@@ -329,7 +307,7 @@ impl SsdTier {
     /// Like [`SsdTier::scan`], for the rows whose `modified_epoch` is at least `since`. Does not read segments without
     /// any.
     pub fn scan_since(&self, since: u32, sink: &mut ScanSink<'_>) -> Result<()> {
-        scan::scan_since(&self.inner, since, sink)
+        scan::scan(&self.inner, since, sink)
     }
 
     /// Commit id of the last state that was published or resumed, even if that state was removed since.
@@ -364,12 +342,12 @@ impl SsdTier {
         since: u32,
         early_rows: Box<EarlyRowSink>,
     ) -> Result<SsdSnapshot> {
-        moment::begin_snapshot(&self.inner, stale, since, early_rows)
+        scan::begin_snapshot(&self.inner, stale, since, early_rows)
     }
 
     /// Pins all rows, with all earlier appends and removals, as durable segments. Published states stay unchanged.
     pub fn pin_segments(&self) -> Result<PinnedSegments> {
-        held::pin_segments(&self.inner)
+        commit::pin_segments(&self.inner)
     }
 
     /// Returns `Config` unless `rows` in segments of `bytes` fit a tier of this configuration.
@@ -412,7 +390,7 @@ impl SsdTier {
 
     /// Stops the background work and writes the buffers, without publishing. Dropping the tier does so too.
     pub fn close(&self) -> Result<()> {
-        publish::close(&self.inner)
+        commit::close(&self.inner)
     }
 }
 
@@ -424,12 +402,12 @@ impl Drop for SsdTier {
             return;
         }
         // Only published rows are guaranteed to persist. To see errors, call `close`.
-        let _ = publish::close(&self.inner);
+        let _ = commit::close(&self.inner);
     }
 }
 
 /// Ratio of live record bytes to all record bytes in sealed segments.
-fn live_share(state: &tier::state::TierState) -> f64 {
+fn live_share(state: &TierState) -> f64 {
     let (mut live, mut all) = (0, 0);
     for segment in state.segments().iter().filter(|segment| segment.sealed().is_some()) {
         live += u64::from(segment.live()) * segment.record_bytes as u64;

@@ -6,17 +6,17 @@ use std::sync::Arc;
 
 use loom::thread::{Builder, JoinHandle};
 
-use super::resume::open::SsdTuning;
-use super::room::compaction::CompactionChoice;
+use super::ops::compaction::{next_choice, schedule};
+use super::ops::scan::read_segment_early;
+use super::recover::open::SsdTuning;
+use super::space::compaction_choice::CompactionChoice;
 use super::tests::{SMALL, SsdTestRow, TINY, append, config, open_tuned};
-use super::work::compact::{next_choice, schedule};
-use super::work::moment::read_segment_early;
 use super::workers::SsdWorkers;
 use super::{RowFetch, SsdTier};
 use crate::config::ReopenMode;
 use crate::io::{IoEngine, MemoryEngine};
 use crate::rows::RowRef;
-use crate::sync::{Mutex, lock};
+use crate::runtime::sync::{Mutex, lock};
 use crate::types::Id;
 
 /// Words of a thread's stack. Unoptimized code has large frames.
@@ -132,7 +132,7 @@ fn loom_released_segment_keeps_its_file_during_reads() {
 }
 
 /// Returns a tier in which half of a segment is dead, and space is so short that compaction chooses it.
-fn with_a_victim() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
+fn with_compaction_candidate() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
     let (tier, engine) = tier(88 << 10, TINY);
     for first in 0..6 {
         append(&tier, &rows(first * 4..first * 4 + 4, 1), |_| false).unwrap();
@@ -155,7 +155,7 @@ fn compact(tier: &Arc<SsdTier>) -> JoinHandle<()> {
 #[test]
 fn loom_compaction_never_overwrites_newer_rows() {
     model(|| {
-        let (tier, engine) = with_a_victim();
+        let (tier, engine) = with_compaction_candidate();
         let compacting = compact(&tier);
         append(&tier, &rows(0..1, 3), |_| true).unwrap();
         compacting.join().unwrap();
@@ -165,9 +165,9 @@ fn loom_compaction_never_overwrites_newer_rows() {
 }
 
 #[test]
-fn loom_a_row_that_compaction_moves_stays_removed() {
+fn loom_row_removed_during_compaction_stays_removed() {
     model(|| {
-        let (tier, engine) = with_a_victim();
+        let (tier, engine) = with_compaction_candidate();
         let compacting = compact(&tier);
         tier.remove(&[0]).unwrap();
         compacting.join().unwrap();
@@ -178,9 +178,9 @@ fn loom_a_row_that_compaction_moves_stays_removed() {
 
 /// A scan reads a list of segments. It misses no row that compaction moves, and returns none twice.
 #[test]
-fn loom_a_scan_beside_compaction_gives_every_row_once() {
+fn loom_scan_during_compaction_yields_every_row_once() {
     model(|| {
-        let (tier, _engine) = with_a_victim();
+        let (tier, _engine) = with_compaction_candidate();
         let compacting = compact(&tier);
         let mut ids = Vec::new();
         tier.scan(&mut |row| {
@@ -200,28 +200,28 @@ fn loom_a_scan_beside_compaction_gives_every_row_once() {
 #[test]
 fn loom_snapshot_sees_old_rows_during_move_and_overwrite() {
     model(|| {
-        let (tier, _engine) = with_a_victim();
+        let (tier, _engine) = with_compaction_candidate();
         let compacting = compact(&tier);
         let early = Arc::new(Mutex::new(Vec::new()));
         let keep = {
             let early = Arc::clone(&early);
             Box::new(move |row: RowRef<'_>| lock(&early).push((row.header.id, row.header.count)))
         };
-        let moment = tier.snapshot(&mut [1].into_iter(), 0, keep).unwrap();
+        let snapshot = tier.snapshot(&mut [1].into_iter(), 0, keep).unwrap();
         let reading_early = {
             let tier = Arc::clone(&tier);
             spawn(move || read_segment_early(&tier.inner))
         };
         append(&tier, &rows(0..1, 3), |_| true).unwrap();
         let mut given = Vec::new();
-        moment
+        snapshot
             .for_each_row(&mut |row| {
                 given.push((row.header.id, row.header.count));
                 Ok(())
             })
             .unwrap();
         reading_early.join().unwrap();
-        drop(moment);
+        drop(snapshot);
         compacting.join().unwrap();
         given.append(&mut lock(&early));
         given.sort_unstable();

@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
-use crate::sync::{Condvar, Mutex, lock, wait};
+use crate::runtime::sync::{Condvar, Mutex, lock, wait};
 
 /// Threads that write records and footers. With two, a footer is sorted while the next segment's records are written.
 #[cfg(not(loom))]
@@ -96,7 +96,7 @@ impl SsdWorkers {
     /// Returns the process's threads. The first call starts them.
     #[cfg(not(loom))]
     pub(crate) fn of_process() -> Result<&'static Self> {
-        static WORKERS: crate::process::PerProcess<SsdWorkers> = crate::process::PerProcess::new();
+        static WORKERS: crate::runtime::process::PerProcess<SsdWorkers> = crate::runtime::process::PerProcess::new();
         WORKERS.get(|| {
             let workers = Self::without_threads();
             let started = start_threads("embcache-flush", WRITERS, &workers.writing)

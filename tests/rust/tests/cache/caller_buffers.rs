@@ -54,13 +54,13 @@ fn rows_in_caller_buffer_are_returned_only_with_that_buffer() {
     let rig = open(&TableConfig { device_rows: Some(24), ..config(DIM, OptimizerKind::Adagrad, 300) });
     let plan = rig.plan(&[1, 2, 3], PlanMode::TRAIN).expect("a plan");
     let mut lent = vec![0.0; 3 * FLOATS];
-    plan.wait_into(&mut [Some(&mut lent)]).expect("rows to scatter");
+    plan.wait(&mut [Some(&mut lent)]).expect("rows to scatter");
     for mut other in [Vec::new(), vec![0.0; 3 * FLOATS - 1], vec![0.0; 9 * FLOATS]] {
-        let error = plan.fetched_into(0, &mut other).expect_err("the rows are elsewhere");
+        let error = plan.fetched(0, &mut other).expect_err("the rows are elsewhere");
         assert_eq!(error.kind(), Kind::Input, "{error}");
     }
-    assert_eq!(plan.fetched(0).expect_err("as before").kind(), Kind::Input);
-    let rows = plan.fetched_into(0, &mut lent).expect("the rows");
+    assert_eq!(plan.fetched(0, &mut []).expect_err("as before").kind(), Kind::Input);
+    let rows = plan.fetched(0, &mut lent).expect("the rows");
     assert_eq!((rows.slots.len(), rows.vectors), (3, None));
-    assert!(plan.fetched_into(0, &mut []).expect("they are handed out once").slots.is_empty());
+    assert!(plan.fetched(0, &mut []).expect("they are handed out once").slots.is_empty());
 }

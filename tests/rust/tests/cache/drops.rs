@@ -223,7 +223,7 @@ fn prefetched_batch_evicts_rows_only_at_its_step() {
 fn plan_of_two(rigs: [&Rig; 2], first: &[Id], second: &[Id], mode: PlanMode) -> embcache::Result<Plan> {
     let lookup = Lookup::new(&rigs.map(|rig| rig.table.clone()), &[0, 1]).expect("a lookup");
     let ends = [0, first.len() as i64, (first.len() + second.len()) as i64];
-    lookup.plan(&[first, second].concat(), &ends, mode)
+    lookup.plan(&[first, second].concat(), &ends, mode, &[])
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn no_table_drops_rows_for_a_batch_that_another_table_refuses() {
                 let ahead = PlanMode { is_prefetch: true, ..now };
                 for checks_first in [false, true] {
                     let plan = plan_of_two(rigs, ids[0], ids[1], ahead).expect("its forward says so");
-                    let refused = if checks_first { plan.check_space() } else { plan.wait() };
+                    let refused = if checks_first { plan.check_space() } else { plan.wait(&mut []) };
                     assert_eq!(refused.expect_err("one row too many").kind(), Kind::Capacity);
                 }
                 assert_eq!([state_of(first), state_of(second)], before);

@@ -134,7 +134,7 @@ fn ssd_wait_time_of_plan_counts_once() {
             std::thread::sleep(Duration::from_millis(100));
             faults.release();
         });
-        plan.wait().expect("its rows");
+        plan.wait(&mut []).expect("its rows");
     });
     // The time for which the plan waits depends on when its thread runs.
     let (counted, most) = (u128::from(waited() - before), begun.elapsed().as_nanos());

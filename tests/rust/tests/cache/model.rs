@@ -9,7 +9,7 @@ use embcache::cache::{BaseCheckpoint, GroupSink, Plan, PlanMode, RowBlock};
 use embcache::config::{OptimizerKind, PolicyKind, ReopenMode, SsdConfig};
 use embcache::io::MemoryEngine;
 use embcache::rows::{RowHeader, RowList};
-use embcache::types::{Id, RowMeta};
+use embcache::types::Id;
 use embcache_tests::{Rig, config};
 use proptest::prelude::*;
 
@@ -324,11 +324,7 @@ impl Run {
         let vectors: Vec<f32> = (0..ids.len() * floats).map(|place| (place as u32 + self.salt) as f32 / 7.0).collect();
         let headers: Vec<RowHeader> = ids
             .iter()
-            .map(|&id| {
-                let mut header = RowHeader { id, scalar, ..RowHeader::default() };
-                header.set_meta(RowMeta { count: 3, last_step: 1, score: 1.5, modified_epoch: 2 });
-                header
-            })
+            .map(|&id| RowHeader { id, scalar, count: 3, last_step: 1, score: 1.5, modified_epoch: 2 })
             .collect();
         let block = RowBlock { headers: &headers, vectors: &vectors };
         if self.rig.table.import_rows(block).map_err(|error| error.kind()) == Err(Kind::State) {

@@ -128,13 +128,13 @@ fn table_lookup_and_plans_drop_in_any_order_during_reads() {
                 let table = Table::open(tiers(60), None, engine).expect("a table");
                 let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("a lookup");
                 for batch in 0..12 {
-                    let plan = lookup.plan(&ids(batch), &[0, 50], PlanMode::TRAIN).expect("a plan");
-                    plan.wait().expect("its rows");
+                    let plan = lookup.plan(&ids(batch), &[0, 50], PlanMode::TRAIN, &[]).expect("a plan");
+                    plan.wait(&mut []).expect("its rows");
                     plan.commit().expect("a step");
                 }
                 table.flush(1).expect("a flush");
                 faults.hold(IoOperation::Read);
-                let plan = lookup.plan(&ids(0), &[0, 50], PlanMode::TRAIN_PREFETCH).expect("a plan");
+                let plan = lookup.plan(&ids(0), &[0, 50], PlanMode::TRAIN_PREFETCH, &[]).expect("a plan");
                 faults.wait_until_held();
                 let mut parts = [Some(Part::Table(table)), Some(Part::Lookup(lookup)), Some(Part::Plan(plan))];
                 for (number, part) in order.into_iter().enumerate() {

@@ -56,9 +56,9 @@ fn with_tensors<'a>(
 /// Runs a training step of all tables like Python: rows are moved and updated while no other thread uses rows.
 fn step(rigs: &[&Rig], lookup: &Lookup, ids: &[Id], threads: usize) -> embcache::Result<()> {
     let splits: Vec<i64> = (0..=rigs.len()).map(|table| (table * IDS) as i64).collect();
-    let plan = lookup.plan(ids, &splits, PlanMode { threads, ..PlanMode::TRAIN })?;
+    let plan = lookup.plan(ids, &splits, PlanMode { threads, ..PlanMode::TRAIN }, &[])?;
     plan.exclusively(|| {
-        plan.wait()?;
+        plan.wait(&mut [])?;
         rigs.iter().enumerate().try_for_each(|(table, rig)| rig.scatter(&plan, table))?;
         plan.scattered()
     })??;
@@ -154,8 +154,8 @@ fn batches_of_all_sizes_share_as_many_threads_as_one_of_them_asks_for() {
     while size < 30_000 {
         let ids: Vec<Id> = (0..tables).flat_map(|_| 0..size as Id).collect();
         let splits: Vec<i64> = (0..=tables).map(|table| (table * size) as i64).collect();
-        let plan = lookup.plan(&ids, &splits, PlanMode { threads: THREADS, ..PlanMode::TRAIN }).expect("a plan");
-        plan.wait().expect("a place");
+        let plan = lookup.plan(&ids, &splits, PlanMode { threads: THREADS, ..PlanMode::TRAIN }, &[]).expect("a plan");
+        plan.wait(&mut []).expect("a place");
         let (offsets, mut out) = ((0..=ids.len() as i64).collect::<Vec<i64>>(), vec![0.0; ids.len() * 64]);
         plan.forward_pooled(&offsets, None, &[false; 3], &mut out, &mut [], THREADS).expect("a forward");
         plan.backward_pooled(&out, &[hyperparameters(); 3], None, &mut [], THREADS).expect("a backward");

@@ -147,7 +147,7 @@ fn rows_of_failed_reads_are_removed_with_their_plan() {
     // Some of these ids are in RAM, some on SSD, and some are new.
     let batch = ids(1900..2050).into_iter().chain(0..100).collect::<Vec<_>>();
     let plan = rig.plan(&batch, PlanMode::TRAIN).expect("the reads have only begun");
-    assert_eq!(plan.wait().expect_err("a read that fails").kind(), Kind::Storage);
+    assert_eq!(plan.wait(&mut []).expect_err("a read that fails").kind(), Kind::Storage);
     faults.clear();
     drop(plan);
     assert_eq!(rig.contents().expect("rows"), before);

@@ -95,8 +95,8 @@ fn a_plan_over_several_tables_reads_in_one_submission() {
     let lookup = Lookup::new(&tables, &[0, 1, 2]).expect("a lookup");
     let train = |first: Id| {
         let ids: Vec<Id> = (0..3).flat_map(|_| first..first + 30).collect();
-        let plan = lookup.plan(&ids, &[0, 30, 60, 90], PlanMode::TRAIN).expect("a plan");
-        plan.wait().expect("its rows");
+        let plan = lookup.plan(&ids, &[0, 30, 60, 90], PlanMode::TRAIN, &[]).expect("a plan");
+        plan.wait(&mut []).expect("its rows");
         plan.commit().expect("a step");
     };
     (0..10).for_each(|batch| train(batch * 30));

@@ -64,11 +64,11 @@ fn the_lists_of_several_tables_are_those_of_each_one_after_another() {
     let lookup = Lookup::new(&tables, &FEATURE_TABLES).expect("features of three tables");
     let mut dice = Dice(3);
     let ids: Vec<Id> = (0..90).map(|_| dice.roll(40) as Id).collect();
-    let plan = lookup.plan(&ids, &SPLITS, PlanMode::TRAIN).expect("a plan");
+    let plan = lookup.plan(&ids, &SPLITS, PlanMode::TRAIN, &[]).expect("a plan");
     assert_eq!(plan.fill_slots(&mut [0; 90]).expect_err("its rows have no slots yet").kind(), Kind::State);
     assert_eq!(Lists::of(0, 0).fill(&plan, &[]).expect_err("its rows have no slots yet").kind(), Kind::State);
     plan.exclusively(|| {
-        plan.wait()?;
+        plan.wait(&mut [])?;
         rigs.iter().enumerate().try_for_each(|(table, rig)| rig.scatter(&plan, table))?;
         plan.scattered()
     })

@@ -57,7 +57,7 @@ impl Pair {
 
     fn plan(&self, batch: &Batch, ahead: bool) -> embcache::Result<Plan> {
         let splits = [0, batch[0].len() as i64, (batch[0].len() + batch[1].len()) as i64];
-        self.lookup.plan(&batch.concat(), &splits, PlanMode { is_prefetch: ahead, ..PlanMode::TRAIN })
+        self.lookup.plan(&batch.concat(), &splits, PlanMode { is_prefetch: ahead, ..PlanMode::TRAIN }, &[])
     }
 
     fn has_device(&self) -> bool {
@@ -75,7 +75,7 @@ impl Pair {
 
     /// Runs the steps of a batch after its plan, in order. Each may fail.
     fn step(&self, plan: &Plan, batch: &Batch, salt: u32, until: Until) -> embcache::Result<()> {
-        plan.wait()?;
+        plan.wait(&mut [])?;
         let nothing_to_scatter = !self.has_device() && matches!(until, Until::ScatteredInPart | Until::Scattered);
         if until == Until::Waited || nothing_to_scatter {
             return Ok(());
@@ -278,7 +278,7 @@ fn table_without_space_leaves_rows_of_other_tables() {
     let before = [a.contents().expect("rows"), b.contents().expect("rows")];
     let lookup = Lookup::new(&[a.table.clone(), b.table.clone()], &[0, 1]).expect("a lookup");
     for mode in [PlanMode::TRAIN, PlanMode::TRAIN_PREFETCH] {
-        let placed = lookup.plan(&[0, 1, 2, 3, 77], &[0, 4, 5], mode).and_then(|plan| plan.wait());
+        let placed = lookup.plan(&[0, 1, 2, 3, 77], &[0, 4, 5], mode, &[]).and_then(|plan| plan.wait(&mut []));
         assert_eq!(placed.expect_err("b is full, and 77 is new to it").kind(), Kind::Capacity);
         assert_eq!([a.contents().expect("rows"), b.contents().expect("rows")], before);
     }
@@ -292,7 +292,7 @@ fn kernels_wait_for_the_word_that_what_was_fetched_is_scattered() {
     let batch = given_up();
     let plan = pair.plan(&batch, false).expect("a plan");
     assert_eq!(plan.scattered().expect_err("before wait").kind(), Kind::State);
-    plan.wait().expect("its rows");
+    plan.wait(&mut []).expect("its rows");
     let too_early = plan.slots(0).expect_err("rows are not on the device yet");
     assert!(too_early.kind() == Kind::State && too_early.to_string().contains("Plan.scattered"), "{too_early}");
     assert_eq!(plan.commit().expect_err("nothing was trained").kind(), Kind::State);
@@ -306,7 +306,7 @@ fn rows_not_scattered_in_exclusive_change_stay_in_place() {
     let batch = given_up();
     let plan = pair.plan(&batch, false).expect("a plan");
     plan.exclusively(|| {
-        plan.wait().expect("its rows");
+        plan.wait(&mut []).expect("its rows");
         pair.rigs[0].scatter(&plan, 0).expect("the first table's");
         // An allocation of the second table's scatter fails.
     })
@@ -364,7 +364,7 @@ fn row_with_unfilled_slot_is_fetched_by_next_plan() {
             let (pair, _) = trained(tiers);
             let batch = given_up();
             let first = pair.plan(&batch, false).expect("a plan");
-            first.wait().expect("its rows");
+            first.wait(&mut []).expect("its rows");
             let second = pair.plan(&batch, false).expect("a plan");
             if first_released {
                 first.release();
@@ -387,7 +387,7 @@ fn a_row_that_was_trained_meanwhile_is_not_scattered_again() {
     let (other, _) = trained(TIERS[1]);
     let batch = given_up();
     let late = pair.plan(&batch, false).expect("a plan");
-    late.wait().expect("its rows");
+    late.wait(&mut []).expect("its rows");
     pair.train(&batch, 99).expect("a step");
     pair.step(&late, &batch, 98, Until::Trained).expect("a step");
     other.train(&batch, 99).expect("a step");
@@ -460,7 +460,7 @@ fn row_uses_during_device_read_get_typed_error() {
                 table.close().is_err_and(is_refused),
                 table.remove_rows(&[1]).is_err_and(is_refused),
                 table.import_rows(RowBlock { headers: &[], vectors: &[] }).is_err_and(is_refused),
-                plan.wait().is_err_and(is_refused),
+                plan.wait(&mut []).is_err_and(is_refused),
                 plan.exclusively(|| ()).is_err_and(is_refused),
             ];
             let as_wanted = works.iter().chain(&all).filter(|as_wanted| **as_wanted).count();
@@ -498,7 +498,7 @@ fn exclusive_code_waiting_for_save_gets_typed_error() {
         rig.train(&[1, 2], 1, 0).expect("a step");
         let moment = rig.table.snapshot(&images(), 1).expect("a moment");
         let plan = rig.plan(&[1, 3], PlanMode::TRAIN).expect("a plan");
-        plan.wait().expect("its rows");
+        plan.wait(&mut []).expect("its rows");
         let waits = || {
             let for_a_while = rig.table.wait_for_save(Duration::from_millis(1)).err();
             [for_a_while, rig.table.clear().err(), rig.table.close().err()]
@@ -551,8 +551,8 @@ fn a_table_that_is_given_twice_to_a_lookup_is_refused() {
 fn shared_and_exclusive_use_of_one_plan_do_not_deadlock() {
     watched(String::new, || {
         let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
-        let plan = rig.lookup.plan(&[1, 2, 3], &[0, 3], PlanMode::TRAIN).expect("planned");
-        plan.wait().expect("rows in their slots");
+        let plan = rig.lookup.plan(&[1, 2, 3], &[0, 3], PlanMode::TRAIN, &[]).expect("planned");
+        plan.wait(&mut []).expect("rows in their slots");
         let (begun, forwards) = (AtomicBool::new(false), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             let exclusive = || {
@@ -584,10 +584,10 @@ fn shared_and_exclusive_use_of_one_plan_do_not_deadlock() {
 fn exclusive_code_gets_no_second_plan_and_may_drop_one() {
     watched(String::new, || {
         let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
-        let plan = |ids: &[Id]| rig.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("planned");
+        let plan = |ids: &[Id]| rig.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN, &[]).expect("planned");
         let (mine, other) = (plan(&[1, 2]), plan(&[2, 3]));
-        mine.wait().expect("rows in their slots");
-        other.wait().expect("rows in their slots");
+        mine.wait(&mut []).expect("rows in their slots");
+        other.wait(&mut []).expect("rows in their slots");
         mine.exclusively(|| {
             assert!(other.slots(0).is_err_and(|error| error.kind() == Kind::State));
             other.release();

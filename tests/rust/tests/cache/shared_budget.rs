@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use embcache::budget::SharedBudget;
 use embcache::cache::{Lookup, PlanMode, host_row_bytes};
 use embcache::config::{OnFull, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::MemoryEngine;
+use embcache::runtime::budget::SharedBudget;
 use embcache::types::Id;
 use embcache::{Error, Kind};
 use embcache_tests::{Rig, config};
@@ -143,7 +143,9 @@ fn a_batch_that_one_table_refuses_takes_nothing_for_the_others() {
         let before = budget.free();
         let ids = [first.as_slice(), second.as_slice()].concat();
         let (middle, end) = (first.len() as i64, ids.len() as i64);
-        let planned = lookup.plan(&ids, &[0, middle, end], PlanMode::TRAIN).and_then(|plan| plan.wait().map(|()| plan));
+        let planned = lookup
+            .plan(&ids, &[0, middle, end], PlanMode::TRAIN, &[])
+            .and_then(|plan| plan.wait(&mut []).map(|()| plan));
         assert_eq!(planned.map(drop).expect_err("no room is left").kind(), Kind::Capacity);
         assert_eq!((rows(&one), rows(&other), budget.free()), (0, 60, before));
     }

@@ -97,7 +97,7 @@ fn train(ranks: &[Rig], steps: std::ops::Range<u64>) {
             let clicks = if config.admission.counts_clicks() { clicks } else { Vec::new() };
             let plan = rig
                 .lookup
-                .plan_with_clicks(&ids, &[0, ids.len() as i64], embcache::cache::PlanMode::TRAIN, &clicks)
+                .plan(&ids, &[0, ids.len() as i64], embcache::cache::PlanMode::TRAIN, &clicks)
                 .expect("a plan");
             rig.finish(&plan, ids.len(), BAG, step as u32).expect("a step");
         }

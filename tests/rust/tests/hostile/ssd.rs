@@ -33,10 +33,10 @@ pub(crate) fn seed() -> &'static Files {
         let tier = open(&engine, ReopenMode::Never, None).unwrap();
         let mut held = Versions::new();
         append(&tier, &(0..IDS).collect::<Vec<Id>>(), 1, &mut held).unwrap();
-        tier.publish(1, StateCounters { step: 3, epoch: 1 }).unwrap();
+        tier.publish(Some(1), StateCounters { step: 3, epoch: 1 }, Vec::new()).unwrap();
         append(&tier, &(0..IDS).step_by(3).collect::<Vec<Id>>(), 2, &mut held).unwrap();
         tier.remove(&(0..IDS).step_by(7).collect::<Vec<Id>>()).unwrap();
-        tier.publish(2, StateCounters { step: 5, epoch: 2 }).unwrap();
+        tier.publish(Some(2), StateCounters { step: 5, epoch: 2 }, Vec::new()).unwrap();
         tier.close().unwrap();
         let mut files = files(&*engine, Path::new(DIR));
         files.retain(|path, _| path.file_name().is_some_and(|name| name != "lock"));
@@ -229,15 +229,16 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
             &SsdExpiryRule { last_step, row_predicate: by_row },
             &|id| id < 50,
             usize::MAX,
+            None,
         )
         .map(|_| ())
     };
     let steps: [embcache::Result<()>; 6] = [
         bury(u64::MAX / 2, None),
         bury(u64::MAX, Some(&spare)),
-        tier.evict(50, &|_| false).map(|_| ()),
+        tier.evict(50, &|_| false, None).map(|_| ()),
         tier.remove(&ids[..20]),
-        tier.publish(u64::MAX, StateCounters::default()),
+        tier.publish(Some(u64::MAX), StateCounters::default(), Vec::new()),
         tier.close(),
     ];
     for error in steps.into_iter().filter_map(Result::err) {
@@ -301,7 +302,7 @@ fn a_sweep_of_a_tier_whose_footers_name_a_record_twice_is_refused() {
         let Ok(tier) = open(&engine_of(&files), ReopenMode::Resume, None) else { continue };
         let dies = |_: &RowHeader, _: &[f32]| true;
         let dying = SsdExpiryRule { last_step: u64::MAX, row_predicate: Some(&dies) };
-        if let Err(error) = tier.expire(&mut SsdExpiryCursor::default(), &dying, &|_| false, usize::MAX) {
+        if let Err(error) = tier.expire(&mut SsdExpiryCursor::default(), &dying, &|_| false, usize::MAX, None) {
             let of_another = error.to_string().contains("the record's id");
             assert!(error.kind() == Kind::Corruption && of_another, "{error}");
             refused += 1;

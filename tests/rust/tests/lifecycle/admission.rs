@@ -340,7 +340,7 @@ fn shows_and_clicks_add_up() {
         AdmissionRule::ShowClick { alpha: 0.25, beta: 1.0, threshold: 1.0, window_steps: None, memory: MEMORY };
     let (rig, _) = Rig::with_faults(settings(0, admission, MissingRead::Zeros));
     let step = |ids: &[Id], clicks: &[u32]| {
-        let plan = rig.lookup.plan_with_clicks(ids, &[0, ids.len() as i64], PlanMode::TRAIN, clicks).expect("a plan");
+        let plan = rig.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN, clicks).expect("a plan");
         rig.finish(&plan, ids.len(), BAG, 1).expect("a step");
         rig.contents().expect("contents").into_keys().collect::<Vec<Id>>()
     };
@@ -349,7 +349,7 @@ fn shows_and_clicks_add_up() {
     assert_eq!(step(&[1], &[]), [1, 3]);
     assert_eq!(step(&[2], &[]), [1, 3], "three quarters");
     assert_eq!(step(&[2], &[]), [1, 2, 3]);
-    let error = rig.lookup.plan_with_clicks(&[1, 2], &[0, 2], PlanMode::TRAIN, &[1]).expect_err("too few clicks");
+    let error = rig.lookup.plan(&[1, 2], &[0, 2], PlanMode::TRAIN, &[1]).expect_err("too few clicks");
     assert_eq!(error.kind(), Kind::Input);
 }
 

@@ -43,7 +43,7 @@ fn swept_during_batch(rows: Id) -> (Rig, Plan) {
     rig.train(&[-1], BAG, 0).expect("a step");
     rig.train(&[-2], BAG, 0).expect("a step");
     let batch = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
-    batch.wait().expect("placed");
+    batch.wait(&mut []).expect("placed");
     rig.table.sweep().expect("a sweep");
     (rig, batch)
 }
@@ -80,7 +80,7 @@ fn row_to_be_fetched_stays_for_concurrent_batches() {
     for rows in [1000, 30_000] {
         let (rig, first) = swept_during_batch(rows);
         let second = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
-        second.wait().expect("placed");
+        second.wait(&mut []).expect("placed");
         for plan in [&first, &second] {
             rig.scatter(plan, 0).expect("scattered");
             plan.scattered().expect("scattered");

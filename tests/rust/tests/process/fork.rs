@@ -31,7 +31,7 @@ fn uses_that_pass(rig: Rig, plan: Plan, mut stream: ExportStream) -> Vec<&'stati
     let state = |error: embcache::Error| error.kind() == Kind::State && error.to_string().contains("fork");
     let refused = [
         ("plan", rig.plan(&ids(0), PlanMode::TRAIN).is_err_and(state)),
-        ("wait", plan.wait().is_err_and(state)),
+        ("wait", plan.wait(&mut []).is_err_and(state)),
         ("wait_for_reads", plan.wait_for_reads().is_err_and(state)),
         ("is_placed", plan.is_placed().is_err_and(state)),
         ("reading", plan.reading().is_err_and(state)),
@@ -71,7 +71,7 @@ fn forked_child_gets_typed_errors_and_can_open_own_table() {
         faults.hold(IoOperation::Read);
         let stuck = rig.plan(&ids(0), PlanMode { is_prefetch: true, ..PlanMode::EVALUATE }).expect("a plan");
         let child = std::thread::scope(|scope| {
-            scope.spawn(|| stuck.wait().expect("its rows, once they are let go"));
+            scope.spawn(|| stuck.wait(&mut []).expect("its rows, once they are let go"));
             scope.spawn(|| rig.table.read_rows(&ids(2)).expect("rows, once they are let go"));
             faults.wait_until_held();
             // SAFETY: the child calls the code under test and exits by _exit.

@@ -1,7 +1,7 @@
 //! Tests that depend on their process: they fork, limit its memory or measure it. Cases that other tests would disturb
 //! run in a child process.
 
-use embcache::memory::ReservingAllocator;
+use embcache::runtime::memory::ReservingAllocator;
 
 mod fork;
 mod io;

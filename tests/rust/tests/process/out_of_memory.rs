@@ -11,7 +11,7 @@ use std::sync::Arc;
 use embcache::cache::PlanMode;
 use embcache::config::{AdmissionRule, MissingRead, OptimizerKind, ReopenMode, TableConfig};
 use embcache::io::{MemoryEngine, default_engine};
-use embcache::memory::ReservingAllocator;
+use embcache::runtime::memory::ReservingAllocator;
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::Id;
 use embcache::{Error, Kind};
@@ -168,7 +168,7 @@ fn onto_ssd() {
     // The indexes have all ids, and no segment is open. From here tables only allocate write buffers.
     for (tier, held) in &mut tables {
         ssd::append(tier, &ids, 1, held).unwrap();
-        tier.publish(1, StateCounters::default()).unwrap();
+        tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     }
     limit(Some(MIB));
     for (number, (tier, held)) in tables.iter_mut().enumerate() {
@@ -194,7 +194,7 @@ fn onto_ssd() {
     for (tier, held) in &mut tables {
         ssd::check(tier, held, -10..500);
         ssd::append(tier, &ids[100..300], 1000, held).unwrap();
-        tier.publish(7, StateCounters::default()).unwrap();
+        tier.publish(Some(7), StateCounters::default(), Vec::new()).unwrap();
         tier.close().unwrap();
     }
     for (number, (_, held)) in tables.iter().enumerate() {

@@ -34,7 +34,7 @@ fn capacity_fits_exactly_and_one_more_row_is_rejected() {
             append(&tier, &some, version, &mut held).unwrap();
             assert!(memory.live_bytes() <= cap);
         }
-        tier.publish(1, StateCounters::default()).unwrap();
+        tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
         append(&tier, &ids, 9, &mut held).unwrap();
         assert!(tier.stats().has_lost_flush, "a full table has no room for a state and its successor");
         check(&tier, &held, -5..rows + 5);
@@ -76,7 +76,7 @@ fn capacity_fits_with_small_published_segments() {
             tier.append(&rows, &known).unwrap_or_else(|error| panic!("{}: {error}", what(&held.len())));
             held.extend(ids.iter().map(|id| (*id, version)));
             token += 1;
-            tier.publish(token, StateCounters::default()).unwrap();
+            tier.publish(Some(token), StateCounters::default(), Vec::new()).unwrap();
             assert!(memory.live_bytes() <= cap, "{}: {} bytes", what(&token), memory.live_bytes());
         };
         let mut next = 0;
@@ -113,14 +113,14 @@ fn states_that_are_in_the_way_are_given_up_and_cannot_be_resumed() {
     let mut held = Versions::new();
     let ids: Vec<Id> = (0..tier.capacity_rows() as Id * 2 / 3).collect();
     append(&tier, &ids, 1, &mut held).unwrap();
-    tier.publish(4, StateCounters::default()).unwrap();
+    tier.publish(Some(4), StateCounters::default(), Vec::new()).unwrap();
     assert!(!tier.stats().has_lost_flush);
     for version in 2..5 {
         append(&tier, &ids, version, &mut held).unwrap();
     }
     assert!(tier.stats().has_lost_flush);
     assert!(SsdTier::published_commit_ids(dir, &*engine).unwrap().is_empty());
-    tier.publish(5, StateCounters::default()).unwrap();
+    tier.publish(Some(5), StateCounters::default(), Vec::new()).unwrap();
     assert!(!tier.stats().has_lost_flush);
     drop(tier);
     let (tier, _) = open(&engine, &config(dir, 512 << 10, ReopenMode::Resume)).unwrap();
@@ -136,7 +136,7 @@ fn evicted_rows_make_room_and_never_come_back() {
     let rows = tier.capacity_rows() as Id;
     append(&tier, &(0..rows).collect::<Vec<_>>(), 1, &mut held).unwrap();
     for round in 0..20 {
-        let gone = tier.evict(300, &|id| id % 5 == 0).unwrap();
+        let gone = tier.evict(300, &|id| id % 5 == 0, None).unwrap();
         assert_eq!(gone.len(), 300);
         for id in gone {
             assert!(id % 5 != 0 && held.remove(&id).is_some());
@@ -144,12 +144,12 @@ fn evicted_rows_make_room_and_never_come_back() {
         let first = rows + round * 300;
         append(&tier, &(first..first + 300).collect::<Vec<_>>(), 2, &mut held).unwrap();
         if round % 6 == 5 {
-            tier.publish(round as u64, StateCounters::default()).unwrap();
+            tier.publish(Some(round as u64), StateCounters::default(), Vec::new()).unwrap();
         }
     }
     check(&tier, &held, -5..rows + 6000);
     assert_eq!(tier.stats().dropped_rows, 6000);
-    tier.publish(99, StateCounters::default()).unwrap();
+    tier.publish(Some(99), StateCounters::default(), Vec::new()).unwrap();
     drop(tier);
     let (tier, _) = open(&engine, &config(dir, 512 << 10, ReopenMode::Resume)).unwrap();
     check(&tier, &held, -5..rows + 6000);
@@ -163,7 +163,7 @@ fn full_disk_rejects_writes_and_serves_stored_rows() {
         let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, ReopenMode::Never)).unwrap();
         let mut held = Versions::new();
         append(&tier, &(0..500).collect::<Vec<_>>(), 1, &mut held).unwrap();
-        tier.publish(1, StateCounters::default()).unwrap();
+        tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
         let published = held.clone();
         fault.hit_every(operation, IoFault::Fail(libc::ENOSPC));
         let mut version = 1;
@@ -174,7 +174,7 @@ fn full_disk_rejects_writes_and_serves_stored_rows() {
             let mut done = append(&tier, &ids, version, &mut held);
             if operation == IoOperation::Sync {
                 // Only a publish syncs.
-                done = done.and_then(|()| tier.publish(u64::from(version), StateCounters::default()));
+                done = done.and_then(|()| tier.publish(Some(u64::from(version)), StateCounters::default(), Vec::new()));
             }
             if let Err(error) = done {
                 held = before;
@@ -188,7 +188,7 @@ fn full_disk_rejects_writes_and_serves_stored_rows() {
         for refused in [
             append(&tier, &[1], 1, &mut held.clone()),
             tier.remove(&[1]),
-            tier.publish(99_999, StateCounters::default()),
+            tier.publish(Some(99_999), StateCounters::default(), Vec::new()),
             tier.clear(),
         ] {
             assert_eq!(refused.unwrap_err().kind(), Kind::ReadOnly, "{operation:?}");
@@ -218,7 +218,7 @@ fn fetches_appends_and_scans_of_many_tables_at_once_are_right() {
                     let ids: Vec<Id> = (0..400).map(|at| (at * 7 + i64::from(version) * 91) % 900).collect();
                     append(&tier, &ids, version, &mut held).unwrap();
                     if version % 4 == 0 {
-                        tier.publish(u64::from(version), StateCounters::default()).unwrap();
+                        tier.publish(Some(u64::from(version)), StateCounters::default(), Vec::new()).unwrap();
                     }
                     check(&tier, &held, -5..905);
                 }
@@ -242,10 +242,10 @@ fn partial_eviction_reports_and_counts_evicted_rows() {
         let (tier, _) = open(&engine, &config(Path::new(DIR), 512 << 10, ReopenMode::Never)).unwrap();
         let mut held = Versions::new();
         append(&tier, &(0..1000).collect::<Vec<_>>(), 1, &mut held).unwrap();
-        tier.publish(1, StateCounters::default()).unwrap();
+        tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
         // The eviction reads the footer of one segment after the other, and drops the rows of each.
         fault.hit_once(IoOperation::Read, passing, IoFault::Fail(libc::EIO));
-        let gone = match tier.evict(600, &|_| false) {
+        let gone = match tier.evict(600, &|_| false, None) {
             Ok(gone) => gone,
             Err(error) => {
                 assert_eq!(error.errno(), Some(libc::EIO), "{error}");
@@ -300,7 +300,7 @@ fn a_fetch_can_be_waited_for_whether_or_not_its_batch_is_submitted() {
         let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, ReopenMode::Never)).unwrap();
         let ids: Vec<Id> = (0..2000).collect();
         append(&tier, &ids, 1, &mut Versions::new()).unwrap();
-        tier.publish(1, StateCounters::default()).unwrap();
+        tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
         let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); 2];
         let mut places = found.iter_mut().map(place);
         let mut batch = FetchBatch::default();
@@ -322,20 +322,20 @@ fn rows_are_evicted_in_write_order() {
     let mut held = Versions::new();
     let ids: Vec<Id> = (0..6000).map(|id| id * 7919 % 6007).collect();
     append(&tier, &ids, 1, &mut held).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     let kept = |id: Id| id % 10 == 3;
     let expected: Vec<Id> = ids.iter().copied().filter(|id| !kept(*id)).collect();
-    let mut gone = tier.evict(5, &kept).unwrap();
+    let mut gone = tier.evict(5, &kept, None).unwrap();
     faults.hit_every(IoOperation::Read, IoFault::Fail(libc::EIO));
     for _ in 0..40 {
-        gone.extend(tier.evict(5, &kept).expect("nothing more is read"));
+        gone.extend(tier.evict(5, &kept, None).expect("nothing more is read"));
     }
     faults.clear();
     assert_eq!(gone, expected[..205], "oldest first");
     // Protected rows are candidates again after the others have been evicted.
-    gone.extend(tier.evict(10_000, &kept).unwrap());
+    gone.extend(tier.evict(10_000, &kept, None).unwrap());
     assert_eq!(gone.len(), expected.len());
-    assert!(tier.evict(10_000, &kept).unwrap().is_empty());
-    let rest = tier.evict(10_000, &|_| false).unwrap();
+    assert!(tier.evict(10_000, &kept, None).unwrap().is_empty());
+    let rest = tier.evict(10_000, &|_| false, None).unwrap();
     assert_eq!((rest.len() + gone.len(), tier.rows()), (ids.len(), 0));
 }

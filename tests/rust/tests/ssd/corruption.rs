@@ -25,7 +25,7 @@ fn made() -> (MemoryEngine, Versions) {
     append(&tier, &(30..60).collect::<Vec<Id>>(), 2, &mut held).unwrap();
     tier.remove(&[3, 4, 5]).unwrap();
     held.retain(|id, _| !(3..6).contains(id));
-    tier.publish(9, StateCounters { step: 5, epoch: 2 }).unwrap();
+    tier.publish(Some(9), StateCounters { step: 5, epoch: 2 }, Vec::new()).unwrap();
     tier.close().unwrap();
     (memory, held)
 }
@@ -106,7 +106,7 @@ fn record_corrupted_in_transfer_is_error_with_location() {
     let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     append(&tier, &[1, 2, 3], 1, &mut held).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     for (broken, kind) in [
         (IoFault::Flip, Kind::Corruption),
         (IoFault::Tear(libc::EIO), Kind::Corruption),

@@ -93,7 +93,7 @@ impl Run {
         let by_row: &embcache::ssd::RowExpiryPredicate<'_> = &|header, _| header.last_step <= CUT;
         let dying = SsdExpiryRule { last_step: CUT, row_predicate: (step >= STEPS / 2).then_some(by_row) };
         loop {
-            let buried = tier.expire(burial, &dying, &|_| false, most)?;
+            let buried = tier.expire(burial, &dying, &|_| false, most, None)?;
             for (id, _) in buried.rows {
                 let version = self.rows.remove(&id).expect("a row that is here");
                 assert!(header(id, version).last_step <= CUT, "row {id} was not to die");
@@ -113,7 +113,7 @@ impl Run {
         let counters = StateCounters { step: token * 10, epoch: token as u32 };
         let state = State { token, rows: self.rows.clone(), counters };
         self.unfinished = Some(state.clone());
-        tier.publish(token, counters)?;
+        tier.publish(Some(token), counters, Vec::new())?;
         self.unfinished = None;
         self.published.push(state);
         Ok(())
@@ -144,7 +144,7 @@ impl Run {
             let mut rows = state.rows.clone();
             let ids: Vec<Id> = (0..60).collect();
             append(&tier, &ids, 900, &mut rows).unwrap();
-            tier.publish(1000, StateCounters::default()).unwrap();
+            tier.publish(Some(1000), StateCounters::default(), Vec::new()).unwrap();
             drop(tier);
             let engine: Arc<dyn IoEngine> = Arc::new(copy.crash());
             let (tier, _) = open(&engine, bytes, ReopenMode::Resume, None).unwrap();
@@ -268,7 +268,7 @@ fn error_at_any_operation_keeps_rows_and_states() {
             for outcome in [
                 append(&tier, &[1], 99, &mut run.rows.clone()),
                 tier.remove(&[1]),
-                tier.publish(500, StateCounters::default()),
+                tier.publish(Some(500), StateCounters::default(), Vec::new()),
             ] {
                 let error = outcome.expect_err(&context);
                 assert_eq!((error.kind(), error.errno()), (Kind::ReadOnly, Some(errno)), "{context}: {error}");

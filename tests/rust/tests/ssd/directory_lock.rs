@@ -46,7 +46,7 @@ fn a_table_holds_its_directory_after_its_lock_file_was_removed() {
         let (tier, _) = open(&engine, &config(&dir, CAP, ReopenMode::Never)).unwrap();
         let mut held = Versions::new();
         append(&tier, &(0..900).collect::<Vec<_>>(), 1, &mut held).unwrap();
-        tier.publish(1, StateCounters::default()).unwrap();
+        tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
         let files = |engine: &dyn IoEngine| {
             let mut listing = engine.list(&dir).unwrap();
             listing.retain(|path| !path.ends_with(LOCK_FILE));
@@ -75,7 +75,7 @@ fn a_table_holds_its_directory_after_its_lock_file_was_removed() {
         assert_eq!(files(&*engine), before, "nothing was added or removed");
         append(&tier, &(500..1500).collect::<Vec<_>>(), 2, &mut held).unwrap();
         check(&tier, &held, -10..1600);
-        tier.publish(2, StateCounters::default()).unwrap();
+        tier.publish(Some(2), StateCounters::default(), Vec::new()).unwrap();
         tier.close().unwrap();
         let (tier, _) = open(&engine, &config(&dir, CAP, ReopenMode::Resume)).unwrap();
         check(&tier, &held, -10..1600);

@@ -57,7 +57,7 @@ fn rewritten_segments_reuse_files_of_obsolete_ones() {
     // In each round the table keeps eight files, or as many as fit.
     assert!(renamed > 100, "{renamed} files written again, {created} made");
     check(&tier, &held, -5..ids.len() as Id + 5);
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     tier.close().unwrap();
     drop(tier);
     let engine: Arc<dyn IoEngine> = Arc::new(memory.crash());
@@ -71,7 +71,7 @@ fn kept_files_are_removed_at_close_and_after_kill() {
     let (memory, _, tier, ids) = tier(CAP);
     let mut held = Versions::new();
     append(&tier, &ids, 1, &mut held).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     let named = segments(&memory);
     // Rows written from here belong to no state, so their files are kept.
     for version in 2..6 {
@@ -112,7 +112,7 @@ fn kept_files_leave_the_cap_intact_where_all_of_it_is_in_use() {
             append(&tier, &some, version, &mut held).unwrap();
             assert!(memory.live_bytes() <= cap, "{} bytes of {cap}", memory.live_bytes());
             if version % 10 == 0 {
-                tier.publish(u64::from(version), StateCounters::default()).unwrap();
+                tier.publish(Some(u64::from(version)), StateCounters::default(), Vec::new()).unwrap();
                 assert!(memory.live_bytes() <= cap, "{} bytes of {cap}", memory.live_bytes());
             }
         }

@@ -58,7 +58,7 @@ fn child_that_appends_and_publishes_until_it_is_killed() {
         go(step, &mut held, Some(&tier));
         writeln!(out, "appended").unwrap();
         if step % 2 == 1 {
-            tier.publish(u64::from(step), counters(step)).unwrap();
+            tier.publish(Some(u64::from(step)), counters(step), Vec::new()).unwrap();
             writeln!(out, "published {step}").unwrap();
         }
         out.flush().unwrap();

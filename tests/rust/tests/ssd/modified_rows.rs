@@ -47,7 +47,7 @@ fn segments_without_modified_rows_are_not_read() {
     for (token, (ids, version)) in [(0..3000, 1), (3000..6000, 2), (0..40, 3)].into_iter().enumerate() {
         let before = segments(&memory);
         append(&tier, &ids.collect::<Vec<Id>>(), version, &mut held).unwrap();
-        tier.publish(token as u64 + 1, StateCounters::default()).unwrap();
+        tier.publish(Some(token as u64 + 1), StateCounters::default(), Vec::new()).unwrap();
         of_epoch.push(segments(&memory).into_iter().filter(|path| !before.contains(path)).collect::<Vec<_>>());
     }
     append(&tier, &[7, 3100, 9000], 4, &mut held).unwrap();
@@ -57,7 +57,7 @@ fn segments_without_modified_rows_are_not_read() {
     for epoch in 0..6 {
         assert_eq!(scan(&tier, epoch).unwrap(), since(epoch), "with an open segment, since {epoch}");
     }
-    tier.publish(9, StateCounters::default()).unwrap();
+    tier.publish(Some(9), StateCounters::default(), Vec::new()).unwrap();
     tier.close().unwrap();
     drop(tier);
     let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Resume)).unwrap();

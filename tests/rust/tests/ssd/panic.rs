@@ -33,7 +33,7 @@ fn write_until_refused(tier: &SsdTier, publish: bool, held: &mut Versions) -> em
         if let Err(error) = append(tier, &some, version, held) {
             return error;
         }
-        if publish && let Err(error) = tier.publish(u64::from(version), StateCounters::default()) {
+        if publish && let Err(error) = tier.publish(Some(u64::from(version)), StateCounters::default(), Vec::new()) {
             return error;
         }
     }
@@ -52,7 +52,7 @@ fn a_tier_only_reads_after_a_panic(operation: IoOperation) {
         assert!(error.to_string().contains("panic"), "{error}");
         assert_eq!(append(&tier, &[1], 1000, &mut held).unwrap_err().kind(), Kind::ReadOnly);
         assert_eq!(tier.remove(&[1]).unwrap_err().kind(), Kind::ReadOnly);
-        assert_eq!(tier.publish(1, StateCounters::default()).unwrap_err().kind(), Kind::ReadOnly);
+        assert_eq!(tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap_err().kind(), Kind::ReadOnly);
         // Some rows of the failed append may have been stored.
         let ids: Vec<Id> = (0..IDS).collect();
         for (id, found) in ids.iter().zip(fetch(&tier, &ids).unwrap()) {
@@ -83,7 +83,7 @@ fn a_panic_of_a_fetch_is_its_error_and_the_next_one_reads() {
         let mut held = Versions::new();
         let ids: Vec<Id> = (0..200).collect();
         append(&tier, &ids, 1, &mut held).unwrap();
-        tier.publish(1, StateCounters::default()).unwrap();
+        tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
         for passing in 0..2 {
             faults.panic_at(IoOperation::Read, passing);
             let error = fetch(&tier, &ids).expect_err("its thread panicked");
@@ -113,6 +113,6 @@ fn panic_during_change_poisons_tier() {
         assert_eq!(fetch(&tier, &ids).unwrap_err().kind(), Kind::State);
         assert_eq!(append(&tier, &ids, 2, &mut held).unwrap_err().kind(), Kind::State);
         assert_eq!(tier.scan(&mut |_| Ok(())).unwrap_err().kind(), Kind::State);
-        assert_eq!(tier.publish(1, StateCounters::default()).unwrap_err().kind(), Kind::State);
+        assert_eq!(tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap_err().kind(), Kind::State);
     });
 }

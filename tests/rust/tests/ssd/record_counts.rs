@@ -75,7 +75,7 @@ fn tier(engine: &Arc<dyn IoEngine>, rows: Id, unread: Id) -> (SsdTier, Versions)
     let (tier, _) = open(engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     append(&tier, &(0..rows).collect::<Vec<Id>>(), 1, &mut held).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     append(&tier, &(rows..rows + unread).collect::<Vec<Id>>(), 2, &mut held).unwrap();
     (tier, held)
 }
@@ -202,7 +202,7 @@ fn compaction_skips_segment_with_corrupt_ids() {
         let rows = tier.capacity_rows() as Id;
         let mut held = Versions::new();
         append(&tier, &(0..rows).collect::<Vec<Id>>(), 1, &mut held).unwrap();
-        tier.publish(1, StateCounters::default()).unwrap();
+        tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
         // One row in each segment of the first half is corrupted.
         let mut damaged: Vec<PathBuf> = Vec::new();
         let mut lost: Vec<Id> = Vec::new();

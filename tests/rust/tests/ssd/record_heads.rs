@@ -93,7 +93,7 @@ fn rows_of_each_width_are_there_after_moves_and_resumes() {
             }
             moved += tier.stats().compaction_bytes;
             check(&tier, &held);
-            tier.publish(1 + stage as u64, StateCounters::default()).unwrap();
+            tier.publish(Some(1 + stage as u64), StateCounters::default(), Vec::new()).unwrap();
             tier.close().unwrap();
             widths.push(record_bytes(&*engine));
             (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Resume)).unwrap();
@@ -123,7 +123,8 @@ fn tier_full_of_narrow_records_fits_all_rows_when_wide() {
                     let some: Vec<Id> = (0..capacity).filter(|id| id % 3 == round).collect();
                     write(&tier, &some, stage, &mut held).unwrap();
                     if publishes {
-                        tier.publish(10 * stage as u64 + round as u64, StateCounters::default()).unwrap();
+                        tier.publish(Some(10 * stage as u64 + round as u64), StateCounters::default(), Vec::new())
+                            .unwrap();
                     }
                 }
                 check(&tier, &held);

@@ -57,7 +57,7 @@ fn discard_removes_our_files_and_no_others() {
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
     let (tier, _) = open(&engine, &config(&dir, CAP, ReopenMode::Never)).unwrap();
     append(&tier, &(0..50).collect::<Vec<_>>(), 1, &mut Versions::new()).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     drop(tier);
     let foreign = ["notes.txt", "1.seg", "000000000000000g.seg", "x.state"];
     for name in foreign {
@@ -80,10 +80,10 @@ fn either_of_the_last_two_states_can_be_resumed_by_its_token() {
     for token in [3, 5, 8] {
         append(&tier, &(0..40).map(|at| at * token).collect::<Vec<_>>(), token as u32, &mut held).unwrap();
         let counters = StateCounters { step: token as u64, epoch: 1 };
-        tier.publish(token as u64, counters).unwrap();
+        tier.publish(Some(token as u64), counters, Vec::new()).unwrap();
         states.push((counters, held.clone()));
     }
-    assert_eq!(kind(tier.publish(8, StateCounters::default())), Kind::Input);
+    assert_eq!(kind(tier.publish(Some(8), StateCounters::default(), Vec::new())), Kind::Input);
     append(&tier, &[1, 2, 3], 99, &mut held).unwrap();
     tier.close().unwrap();
     drop(tier);
@@ -105,7 +105,7 @@ fn another_table_is_refused_by_the_field_that_differs() {
     let engine = memory();
     let dir = Path::new(DIR);
     let (tier, _) = open(&engine, &config(dir, CAP, ReopenMode::Never)).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     drop(tier);
     let changes: [Change; 9] = [
         ("table", |i| i.table = "user".into()),
@@ -139,7 +139,7 @@ fn a_directory_is_held_by_one_table_until_it_is_closed() {
         assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
         tier.close().unwrap();
         assert_eq!(kind(append(&tier, &[1], 1, &mut Versions::new())), Kind::State);
-        assert_eq!(kind(tier.publish(1, StateCounters::default())), Kind::State);
+        assert_eq!(kind(tier.publish(Some(1), StateCounters::default(), Vec::new())), Kind::State);
         tier.close().unwrap();
         open(&engine, &config(&dir, CAP, ReopenMode::Never)).unwrap();
     }
@@ -184,7 +184,7 @@ fn a_cap_that_became_too_small_is_refused_with_the_least_that_works() {
     let (tier, _) = open(&engine, &config(dir, 2 << 20, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     append(&tier, &(0..8000).collect::<Vec<_>>(), 1, &mut held).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     drop(tier);
     let error = open(&engine, &config(dir, 512 << 10, ReopenMode::Resume)).unwrap_err();
     assert_eq!(error.kind(), Kind::Config);
@@ -214,10 +214,10 @@ fn an_older_state_that_is_damaged_holds_no_bytes_of_the_cap() {
         files
     };
     append(&tier, &ids, 1, &mut held).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     let of_the_first = segments(&memory);
     append(&tier, &ids, 2, &mut held).unwrap();
-    tier.publish(2, StateCounters::default()).unwrap();
+    tier.publish(Some(2), StateCounters::default(), Vec::new()).unwrap();
     tier.close().unwrap();
     drop(tier);
     let there: Vec<_> = of_the_first.into_iter().filter(|path| segments(&memory).contains(path)).collect();

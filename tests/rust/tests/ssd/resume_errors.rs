@@ -22,7 +22,7 @@ fn two_states(memory: &MemoryEngine) -> [Versions; 2] {
     let states = TOKENS.map(|token| {
         append(&tier, &(0..3000).collect::<Vec<_>>(), token as u32, &mut held).unwrap();
         append(&tier, &[token as i64 * 10_000], 1, &mut held).unwrap();
-        tier.publish(token, StateCounters::default()).unwrap();
+        tier.publish(Some(token), StateCounters::default(), Vec::new()).unwrap();
         held.clone()
     });
     tier.close().unwrap();

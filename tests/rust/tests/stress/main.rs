@@ -171,7 +171,7 @@ impl World {
     }
 
     fn finish(&self, plan: &Plan, ids: &[Id], abandon: bool) {
-        plan.wait().unwrap();
+        plan.wait(&mut []).unwrap();
         let least = World::count(&self.done, ids);
         let out = self.rig.forward(plan, ids.len(), 1).unwrap();
         self.check(ids, &out, DIM, &least, false);

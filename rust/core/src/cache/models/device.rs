@@ -61,13 +61,13 @@ fn table() -> (Table, Arc<Lookup>, Arc<Device>) {
 
 /// Promotes a row to the device from a caller's buffer, as Python does.
 fn place(lookup: &Lookup, device: &Device, id: Id) -> Plan {
-    let plan = lookup.plan(&[id], &[0, 1], PlanMode::TRAIN).unwrap();
+    let plan = lookup.plan(&[id], &[0, 1], PlanMode::TRAIN, &[]).unwrap();
     plan.wait_for_reads().unwrap();
-    let mut lent = [f32::NAN; DIM];
-    plan.wait_into(&mut [Some(&mut lent)]).unwrap();
-    let fetched = plan.fetched_into(0, &mut lent).unwrap();
+    let mut buffer = [f32::NAN; DIM];
+    plan.wait(&mut [Some(&mut buffer)]).unwrap();
+    let fetched = plan.fetched(0, &mut buffer).unwrap();
     assert!(fetched.vectors.is_none(), "the row is in the memory that was lent");
-    for (&slot, vector) in fetched.slots.iter().zip(lent.chunks_exact(DIM)) {
+    for (&slot, vector) in fetched.slots.iter().zip(buffer.chunks_exact(DIM)) {
         device.write(slot, |row| row.copy_from_slice(vector));
     }
     plan.scattered().unwrap();
@@ -105,7 +105,7 @@ fn at_rest(table: &Table, expected: &[(Id, u32)]) {
 /// One plan evicts a row from the device while another one requires that row: it stays, or is demoted and promoted
 /// again.
 #[test]
-fn loom_row_demoted_and_wanted_at_once_is_intact() {
+fn loom_row_that_two_plans_move_is_intact() {
     model(|| {
         let (table, lookup, device) = table();
         let other = {
@@ -120,7 +120,7 @@ fn loom_row_demoted_and_wanted_at_once_is_intact() {
 
 /// Rows are read while they leave the device, while others arrive and while they are trained: each read is consistent.
 #[test]
-fn loom_rows_that_are_read_while_rows_move_and_are_trained_are_whole() {
+fn loom_rows_read_during_moves_and_steps_are_intact() {
     model(|| {
         let (table, lookup, device) = table();
         let reading = {
@@ -141,7 +141,7 @@ fn loom_rows_that_are_read_while_rows_move_and_are_trained_are_whole() {
 /// A row has arrived for a plan that is trained later. Another plan moves and trains rows concurrently, and that row
 /// stays.
 #[test]
-fn loom_prefetched_row_stays_until_its_step() {
+fn loom_prefetched_row_is_there_for_its_step() {
     model(|| {
         let (table, lookup, device) = table();
         let ahead = place(&lookup, &device, 3);
@@ -157,15 +157,15 @@ fn loom_prefetched_row_stays_until_its_step() {
 
 /// A plan is dropped after its rows have got slots, while another plan requires the same row.
 #[test]
-fn loom_dropped_plan_leaves_its_row_for_another_plan() {
+fn loom_dropped_plan_leaves_its_arriving_row_to_another() {
     model(|| {
         let (table, lookup, device) = table();
-        let dropped = lookup.plan(&[3], &[0, 1], PlanMode::TRAIN).unwrap();
+        let dropped = lookup.plan(&[3], &[0, 1], PlanMode::TRAIN, &[]).unwrap();
         let other = {
             let (lookup, device) = (Arc::clone(&lookup), Arc::clone(&device));
             spawn(move || train(&lookup, &device, 3))
         };
-        dropped.wait().unwrap();
+        dropped.wait(&mut []).unwrap();
         drop(dropped);
         other.join().unwrap();
         at_rest(&table, &[(1, 1), (2, 1), (3, 1)]);
@@ -184,7 +184,7 @@ fn saved_while_a_row_leaves(is_delta: bool) -> Vec<Id> {
     train(&lookup, &device, 2);
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let images = Arc::new(PreImages::new(engine, "/save/images".into(), 1 << 20, 1));
-    let moment = if is_delta { table.snapshot_of_changes(&images, 2, &parent) } else { table.snapshot(&images, 2) };
+    let snapshot = if is_delta { table.snapshot_of_changes(&images, 2, &parent) } else { table.snapshot(&images, 2) };
     train(&lookup, &device, 1);
     let other = {
         let (lookup, device) = (Arc::clone(&lookup), Arc::clone(&device));
@@ -195,18 +195,18 @@ fn saved_while_a_row_leaves(is_delta: bool) -> Vec<Id> {
         ids.extend(chunk.headers.iter().map(|header| header.id));
         Ok(())
     };
-    moment.unwrap().for_each_chunk(4, &mut sink).unwrap();
+    snapshot.unwrap().for_each_chunk(4, &mut sink).unwrap();
     other.join().unwrap();
     ids.sort_unstable();
     ids
 }
 
 #[test]
-fn loom_a_save_while_a_row_leaves_the_device_has_every_row() {
+fn loom_save_during_a_demotion_has_every_row() {
     model(|| assert_eq!(saved_while_a_row_leaves(false), [1, 2]));
 }
 
 #[test]
-fn loom_a_delta_while_a_row_leaves_the_device_has_every_row() {
+fn loom_delta_during_a_demotion_has_every_row() {
     model(|| assert_eq!(saved_while_a_row_leaves(true), [1, 2]));
 }

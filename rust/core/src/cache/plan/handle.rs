@@ -1,15 +1,14 @@
-//! A batch in flight: from planned ids to placed rows, to a commit or a release. Its kernels are in `compute`.
+//! A batch in flight: from planned ids to placed rows, to a commit or a release. Its kernels are in `kernels`.
 
 use std::sync::Arc;
 
-use super::shape::LookupShape;
-use super::side_by_side::{PlanThreads, for_each_table};
-use super::state::{PlanStage, PlanState, TablePlan};
-use crate::cache::locks::{PlanGuard, PlanLock, RowUseGuard, TableInner};
-use crate::cache::residency::{FetchedRows, PlanMode};
+use super::table_plan::{LookupShape, PlanStage, PlanState, PlanThreads, TablePlan, for_each_table};
+use crate::cache::lock::{RowUseGuard, TableInner};
+use crate::cache::placement::{FetchedRows, PlanMode};
+use crate::cache::plan_lock::{PlanGuard, PlanLock};
 use crate::error::{Error, Kind, Result};
+use crate::runtime::sync::{Mutex, MutexGuard, lock};
 use crate::ssd::FetchBatch;
-use crate::sync::{Mutex, MutexGuard, lock};
 use crate::types::{CacheSlot, Id};
 
 /// A planned batch. Its rows are pinned until the backward, `release`, or its drop.
@@ -19,7 +18,7 @@ pub struct Plan {
     pub(super) splits: Vec<usize>,
     pub(super) mode: PlanMode,
     threads: PlanThreads,
-    plan_lock: PlanLock<PlanState>,
+    access: PlanLock<PlanState>,
 }
 
 impl std::fmt::Debug for Plan {
@@ -37,14 +36,14 @@ impl Plan {
         threads: PlanThreads,
         tables: Vec<TablePlan>,
     ) -> Self {
-        let turns =
+        let access =
             PlanLock::new(PlanState { tables, stage: PlanStage::Started, has_space: !mode.train, pooled: None });
-        Self { shape, splits, mode, threads, plan_lock: turns }
+        Self { shape, splits, mode, threads, access }
     }
 
     pub(super) fn start(&self) -> Result<()> {
-        let turn = self.plan_lock.lock();
-        let mut state = turn.state();
+        let plan_guard = self.access.lock();
+        let mut state = plan_guard.state();
         // One submission for all tables if a single thread starts them. It is submitted on an error too, because other
         // plans may wait for rows that it loads.
         let batch = Mutex::new(FetchBatch::default());
@@ -69,8 +68,8 @@ impl Plan {
     ///
     /// Errors: `Capacity`; those of the SSD tier. The plan is released then.
     pub fn check_space(&self) -> Result<()> {
-        let turn = self.lock_plan()?;
-        let mut state = turn.state();
+        let plan_guard = self.lock_plan()?;
+        let mut state = plan_guard.state();
         if state.stage == PlanStage::Started { state.check_space() } else { Ok(()) }
     }
 
@@ -80,8 +79,8 @@ impl Plan {
     ///
     /// Errors: as [`Plan::wait`], and the plan is released then.
     pub fn wait_for_reads(&self) -> Result<()> {
-        let turn = self.lock_plan()?;
-        let mut state = turn.state();
+        let plan_guard = self.lock_plan()?;
+        let mut state = plan_guard.state();
         if state.stage != PlanStage::Started {
             return Ok(());
         }
@@ -96,25 +95,22 @@ impl Plan {
     /// slots here and are in [`Plan::fetched`]; [`Plan::scattered`] moves them. If a table has a device tier, waits for
     /// kernels and for threads that copy its rows.
     ///
+    /// `buffers` may contain, for each table, a caller's buffer `[n, V]` for the rows bound for its device tier, with n
+    /// from [`Plan::max_arriving_rows`]. If they do not fit, they are stored elsewhere. Pass the same buffer to
+    /// [`Plan::fetched`].
+    ///
     /// Errors: `Storage` and `Corruption` of reads; `Capacity`; `ReadOnly`. The plan is released then, and no row of it
     /// has moved.
-    pub fn wait(&self) -> Result<()> {
-        self.wait_into(&mut [])
-    }
-
-    /// Like [`Plan::wait`]. `lent` may contain, for each table, a caller's buffer `[n, V]` for the rows bound for its
-    /// device tier, with n from [`Plan::max_arriving_rows`]. If they do not fit, they are stored elsewhere. Pass the
-    /// same buffer to [`Plan::fetched_into`].
-    pub fn wait_into(&self, lent: &mut [Option<&mut [f32]>]) -> Result<()> {
-        let turn = self.lock_plan()?;
-        let mut state = turn.state();
+    pub fn wait(&self, buffers: &mut [Option<&mut [f32]>]) -> Result<()> {
+        let plan_guard = self.lock_plan()?;
+        let mut state = plan_guard.state();
         if state.stage != PlanStage::Started {
             return Ok(());
         }
         state.check_space()?;
-        let lent = lent.iter_mut().map(Option::as_deref_mut).chain(std::iter::repeat_with(|| None));
-        let place = |(table, lent): (&mut TablePlan, _)| table.place(self.mode, &turn, lent);
-        if let Err(error) = for_each_table(state.tables.iter_mut().zip(lent), self.threads.tables, place) {
+        let buffers = buffers.iter_mut().map(Option::as_deref_mut).chain(std::iter::repeat_with(|| None));
+        let place = |(table, buffer): (&mut TablePlan, _)| table.place(self.mode, &plan_guard, buffer);
+        if let Err(error) = for_each_table(state.tables.iter_mut().zip(buffers), self.threads.tables, place) {
             state.release();
             return Err(error);
         }
@@ -128,15 +124,15 @@ impl Plan {
     ///
     /// Errors: `State` before [`Plan::wait`], and if a table was closed or poisoned. The plan is released then.
     pub fn scattered(&self) -> Result<()> {
-        let turn = self.lock_plan()?;
-        let mut state = turn.state();
+        let plan_guard = self.lock_plan()?;
+        let mut state = plan_guard.state();
         match state.stage {
             PlanStage::Fetched => {}
             PlanStage::Placed => return Ok(()),
             _ => return Err(Error::new(Kind::State, "scattered comes after Plan.wait, before the forward")),
         }
         // All fallible work is done. Each table on its own is consistent before and after.
-        let moved = for_each_table(state.tables.iter_mut(), self.threads.tables, |table| table.promote(&turn));
+        let moved = for_each_table(state.tables.iter_mut(), self.threads.tables, |table| table.promote(&plan_guard));
         if moved.is_err() {
             state.release();
         } else {
@@ -157,26 +153,26 @@ impl Plan {
     pub fn exclusively<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
         let tables = &self.shape.tables;
         tables.iter().try_for_each(|table| table.check_rows())?;
-        let turn = self.plan_lock.lock();
+        let plan_guard = self.access.lock();
         // Lookups may share tables, so every thread that locks the rows of several tables uses one order.
         let mut order: Vec<usize> = (0..tables.len()).collect();
         order.sort_unstable_by_key(|&table| Arc::as_ptr(&tables[table]));
-        let exclude = |table: usize| Ok((table, tables[table].writing_rows(&turn)?));
-        let held: Vec<(usize, RowUseGuard<'_>)> = order.into_iter().map(exclude).collect::<Result<_>>()?;
-        let changes = held.iter().map(|(table, rows)| tables[*table].begin_changing_device(rows));
+        let exclude = |table: usize| Ok((table, tables[table].writing_rows(&plan_guard)?));
+        let row_guards: Vec<(usize, RowUseGuard<'_>)> = order.into_iter().map(exclude).collect::<Result<_>>()?;
+        let changes = row_guards.iter().map(|(table, rows)| tables[*table].begin_changing_device(rows));
         let _changes: Vec<_> = changes.collect();
-        let _end = ExclusiveEndGuard(&turn);
-        Ok(turn.run(work))
+        let _end = ExclusiveEndGuard(&plan_guard);
+        Ok(plan_guard.run(work))
     }
 
     /// Starts an update of device rows, which lasts until [`Plan::commit`], a table at a time. Keeps copies of the rows
     /// that a snapshot needs.
     pub fn begin_update(&self) -> Result<()> {
-        let turn = self.lock_plan()?;
-        let mut state = self.trainable(&turn)?;
+        let plan_guard = self.lock_plan()?;
+        let mut state = self.trainable(&plan_guard)?;
         state.check_oov_step()?;
         for table in &state.tables {
-            table.keep_pre_images(&table.table.reading_rows_or_exclusive(&turn)?, None);
+            table.keep_pre_images(&table.table.reading_rows_or_exclusive(&plan_guard)?, None);
         }
         state.stage = PlanStage::Updating;
         Ok(())
@@ -214,33 +210,29 @@ impl Plan {
     /// Returns the number of slots that the device tensors of a table must have.
     pub fn required_slots(&self, table: usize) -> Result<u32> {
         self.table(table)?;
-        let turn = self.lock_plan()?;
-        let state = state_after_wait(&turn, "required_slots")?;
-        let held = state.tables[table].table.lock_any()?;
-        Ok(held.required_device_slots())
+        let plan_guard = self.lock_plan()?;
+        let state = state_after_wait(&plan_guard, "required_slots")?;
+        let row_guards = state.tables[table].table.lock_any()?;
+        Ok(row_guards.placement.required_device_slots())
     }
 
     /// Returns, for each table, the approximate number of rows bound for its device tier, rarely exceeded. 0 for a
     /// table without one.
     pub fn max_arriving_rows(&self) -> Result<Vec<usize>> {
-        let turn = self.lock_plan()?;
-        let state = turn.state();
-        state.tables.iter().map(|table| Ok(table.table.lock_any()?.max_arriving_rows(table.pins()))).collect()
+        let plan_guard = self.lock_plan()?;
+        let state = plan_guard.state();
+        state.tables.iter().map(|table| Ok(table.table.lock_any()?.placement.max_arriving_rows(table.pins()))).collect()
     }
 
-    /// Returns the rows to scatter into a table's device tensors: slots `[M]`, vector parts `[M, V]`, scalar slots
-    /// `[M]`. They are returned once.
-    pub fn fetched(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<f32>, Vec<f32>)> {
-        let FetchedRows { slots, vectors, scalars } = self.fetched_into(table, &mut [])?;
-        Ok((slots, vectors.unwrap_or_default(), scalars))
-    }
-
-    /// Like [`Plan::fetched`], with the buffer `lent` that was passed to [`Plan::wait_into`].
-    pub fn fetched_into(&self, table: usize, lent: &mut [f32]) -> Result<FetchedRows> {
+    /// Returns the rows to scatter into a table's device tensors. They are returned once. `buffer` is the one that was
+    /// passed to [`Plan::wait`], empty if there was none.
+    ///
+    /// Errors: `Input` if the rows are in a buffer other than `buffer`.
+    pub fn fetched(&self, table: usize, buffer: &mut [f32]) -> Result<FetchedRows> {
         self.table(table)?;
-        let turn = self.lock_plan()?;
-        let mut state = state_after_wait(&turn, "fetched")?;
-        state.tables[table].take_fetched(lent)
+        let plan_guard = self.lock_plan()?;
+        let mut state = state_after_wait(&plan_guard, "fetched")?;
+        state.tables[table].take_fetched(buffer)
     }
 
     /// Returns the number of floats in the vector part of a table's rows.
@@ -252,10 +244,10 @@ impl Plan {
     /// inserted, the step counters advance, and the rows are unpinned. Call [`Plan::begin_update`] before changing rows
     /// on the device.
     pub fn commit(&self) -> Result<()> {
-        let turn = self.lock_plan()?;
-        let mut state = self.trainable(&turn)?;
+        let plan_guard = self.lock_plan()?;
+        let mut state = self.trainable(&plan_guard)?;
         state.check_oov_step()?;
-        state.commit(&turn, self.threads.tables)
+        state.commit(&plan_guard, self.threads.tables)
     }
 
     /// Unpins every row without training. Idempotent. Waits for a thread that is using this plan, never for a table
@@ -267,10 +259,10 @@ impl Plan {
         if tables.iter().any(|table| table.check_process().is_err()) {
             return;
         }
-        if let Ok(turn) = self.lock_plan() {
-            turn.state().release();
-        } else if let Some(turn) = self.plan_lock.try_lock()
-            && let Some(mut state) = turn.try_state()
+        if let Ok(plan_guard) = self.lock_plan() {
+            plan_guard.state().release();
+        } else if let Some(plan_guard) = self.access.try_lock()
+            && let Some(mut state) = plan_guard.try_state()
         {
             state.release();
         }
@@ -283,17 +275,17 @@ impl Plan {
     /// fork stay locked.
     pub(super) fn lock_plan(&self) -> Result<PlanGuard<'_, PlanState>> {
         self.check_not_reentrant()?;
-        if let Some(mine) = self.plan_lock.reenter() {
-            return Ok(mine);
+        if let Some(guard) = self.access.reenter() {
+            return Ok(guard);
         }
         self.shape.tables.iter().try_for_each(|table| table.check_not_exclusive())?;
-        Ok(self.plan_lock.lock())
+        Ok(self.access.lock())
     }
 
     /// The state, for a short read. The caller must not take a table lock while it holds the guard.
     fn peek(&self) -> Result<MutexGuard<'_, PlanState>> {
         self.check_not_reentrant()?;
-        Ok(self.plan_lock.peek())
+        Ok(self.access.peek())
     }
 
     /// Rejects code that reads rows from the device, perhaps for this plan, and a forked child, where locks held at the
@@ -378,7 +370,7 @@ impl Drop for ExclusiveEndGuard<'_> {
 impl Drop for Plan {
     fn drop(&mut self) {
         #[cfg(not(loom))]
-        self.plan_lock.get_mut().release();
+        self.access.get_mut().release();
         #[cfg(loom)]
         self.release();
     }

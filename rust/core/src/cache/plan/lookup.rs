@@ -3,16 +3,14 @@
 use std::sync::Arc;
 
 use super::handle::{Plan, check_len};
-use super::shape::LookupShape;
-use super::side_by_side::PlanThreads;
-use super::state::TablePlan;
-use crate::cache::residency::PlanMode;
+use super::table_plan::{LookupShape, PlanThreads, TablePlan};
+use crate::cache::placement::PlanMode;
 use crate::cache::table::Table;
 use crate::error::{Error, Kind, Result};
 use crate::index::{DedupedIds, IdDeduper};
-use crate::kernels::threads::for_each_that_waits;
-use crate::memory;
-use crate::sync::{Mutex, lock};
+use crate::kernels::thread_pool::for_each_that_waits;
+use crate::runtime::memory;
+use crate::runtime::sync::{Mutex, lock};
 use crate::types::Id;
 
 /// Maximum number of bytes that planning uses per id: distinct ids, positions, slots, the transposed index, the
@@ -39,14 +37,9 @@ impl Lookup {
     }
 
     /// Plans a batch. `ids` is `[N]`, feature after feature; `feature_splits` is `[F + 1]` and contains the start of
-    /// each feature's ids.
-    pub fn plan(&self, ids: &[Id], feature_splits: &[i64], mode: PlanMode) -> Result<Plan> {
-        self.plan_with_clicks(ids, feature_splits, mode, &[])
-    }
-
-    /// Like [`Lookup::plan`], with the clicks of the occurrences: `[N]`, or empty for none. Only
+    /// each feature's ids. `clicks` are those of the occurrences: `[N]`, or empty for none. Only
     /// [`AdmissionRule::ShowClick`](crate::config::AdmissionRule::ShowClick) uses them.
-    pub fn plan_with_clicks(&self, ids: &[Id], feature_splits: &[i64], mode: PlanMode, clicks: &[u32]) -> Result<Plan> {
+    pub fn plan(&self, ids: &[Id], feature_splits: &[i64], mode: PlanMode, clicks: &[u32]) -> Result<Plan> {
         let shape = &self.shape;
         if !clicks.is_empty() {
             check_len("clicks", clicks.len(), ids.len())?;

@@ -2,16 +2,12 @@
 //! others. A [`Plan`] then places rows in the slots that kernels run on, runs the kernels or returns the slots to
 //! Python, and commits or releases.
 
-mod compute;
-mod given;
 mod handle;
+mod kernel_args;
+mod kernels;
 mod lookup;
-mod shape;
-mod shared;
-mod side_by_side;
-mod state;
-mod tensors;
+mod table_plan;
 
-pub use given::RowLists;
 pub use handle::Plan;
+pub use kernel_args::RowLists;
 pub use lookup::Lookup;

@@ -1,14 +1,21 @@
-//! Names of checkpoints and checkpoint parts, and `LATEST`, which names the latest complete checkpoint of a directory.
+//! Names of checkpoints and checkpoint parts, `LATEST`, which names the latest complete checkpoint of a directory, and
+//! the locks on the directory and on the checkpoints in it.
 
-use std::fmt;
+use std::fmt::{self, Display};
 use std::str::FromStr;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::error::{Error, Kind, Result};
-use crate::io::read_file;
+use crate::io::{DirLock, DirLockPurpose, read_file};
 
 /// The file that names the latest complete checkpoint.
 pub(crate) const LATEST_FILE: &str = "LATEST";
+/// Time that a save or a load waits for another save, which holds the lock for a few file operations only.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time between two attempts to take a lock, because an engine cannot wait for one.
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Name of a checkpoint's directory: a sequence number that grows with every save to the path, and a random part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -112,5 +119,82 @@ impl FromStr for PartName {
             .map(Self)
             .filter(|name| name.to_string() == text)
             .ok_or_else(|| Error::new(Kind::Input, format!("{text:?} is not the name of a part of a checkpoint")))
+    }
+}
+
+/// Called repeatedly during long work, for example between two attempts to take a lock. An error from it aborts that
+/// work.
+pub type WaitCallback<'a> = dyn FnMut() -> Result<()> + 'a;
+
+/// Locks the directory of checkpoints for a few file operations: while `LATEST` is checked and replaced, and while a
+/// directory in it is created or removed.
+pub(crate) fn lock_root(root: &CheckpointDirectory) -> Result<DirLock> {
+    lock_with_timeout(|| root.lock())
+}
+
+/// Locks the checkpoint in `dir` for reading, so that no save removes it.
+///
+/// Errors: `InUse` if a save is removing it; `Storage` if it does not exist.
+pub(crate) fn hold_to_read(dir: &CheckpointDirectory) -> Result<DirLock> {
+    // A removal locks even the latest checkpoint briefly, until it has found that it is the latest.
+    lock_with_timeout(|| dir.hold(DirLockPurpose::ToRead))
+}
+
+/// Retries `lock` while it returns `InUse`, for at most [`LOCK_TIMEOUT`].
+fn lock_with_timeout(lock: impl Fn() -> Result<DirLock>) -> Result<DirLock> {
+    let start = Instant::now();
+    loop {
+        match lock() {
+            Err(error) if error.kind() == Kind::InUse && start.elapsed() < LOCK_TIMEOUT => sleep(LOCK_RETRY_INTERVAL),
+            held => return held,
+        }
+    }
+}
+
+/// Locks the root directory of RecIS-format saves for a few file operations: a save with [`DirLockPurpose::ToChange`],
+/// a load with [`DirLockPurpose::ToRead`]. Other processes hold it briefly, or while they remove an older save.
+pub(crate) fn hold_recis_root(
+    root: &CheckpointDirectory,
+    mode: DirLockPurpose,
+    wait: &mut WaitCallback<'_>,
+) -> Result<DirLock> {
+    loop {
+        match root.hold(mode) {
+            Err(error) if error.kind() == Kind::InUse => {
+                wait()?;
+                sleep(LOCK_RETRY_INTERVAL);
+            }
+            held => return held,
+        }
+    }
+}
+
+/// Locks the directory `dir` for removal; returns `None` if it is being read, or written by shards of a RecIS-format
+/// save.
+pub(crate) fn hold_unread(dir: &CheckpointDirectory) -> Result<Option<DirLock>> {
+    match dir.hold(DirLockPurpose::ToRemove) {
+        Err(error) if error.kind() == Kind::InUse => Ok(None),
+        held => held.map(Some),
+    }
+}
+
+/// Creates the directory `name` in `root` and locks it. Removals wait for this call, so that they never see a created
+/// but unlocked directory.
+pub(crate) fn make_held(root: &CheckpointDirectory, name: impl Display) -> Result<(CheckpointDirectory, DirLock)> {
+    let dir = root.subdirectory(name);
+    let _no_sweep = lock_root(root)?;
+    dir.make()?;
+    let lock = dir.lock()?;
+    Ok((dir, lock))
+}
+
+/// Locks the directory `dir` in `root` for removal; returns `None` if a save writes it or a load reads it.
+pub(crate) fn hold_to_remove(root: &CheckpointDirectory, dir: &CheckpointDirectory) -> Result<Option<[DirLock; 2]>> {
+    let _no_creation = lock_root(root)?;
+    // This lock is taken first because the other one creates a file, which must not happen in a checkpoint that stays.
+    let Some(unread) = hold_unread(dir)? else { return Ok(None) };
+    match dir.lock() {
+        Err(error) if error.kind() == Kind::InUse => Ok(None),
+        held => held.map(|unwritten| Some([unread, unwritten])),
     }
 }

@@ -1,23 +1,37 @@
-//! The JSON manifests of a checkpoint, and the checks that they pass before any of their values is used.
+//! Manifests of a checkpoint: one per rank, which lists the files of its tables and of its dense state, and the
+//! coordinator's, which is merged from them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::dense::{DenseEntry, DenseShare};
-use super::digest::RankDigest;
 use super::latest::CheckpointName;
-use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_PER_FILE, VERSION};
-use super::spec::MAX_COUNT;
-use crate::error::Result;
+use super::spec::{MAX_COUNT, TableSpec};
+use super::{
+    CHUNK_BYTES, FORMAT, MANIFEST_FILE, RankDigest, TOMBSTONES_PER_FILE, VERSION, checksum, parse, rank_file, render,
+    unseal,
+};
+use crate::checkpoint::directory::CheckpointDirectory;
+use crate::error::{Error, Result};
+use crate::io::{ALIGNMENT, IoEngine, read_file};
 use crate::lifecycle::{ExpirySweep, StepClock};
 use crate::ssd::SegmentSet;
 
-pub(crate) use super::json::{parse, render, seal, unseal};
-pub use super::spec::{OptimizerSpec, TableSpec};
-
 /// Larger manifests are rejected before they are read.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+/// Bytes of a stream per checksum.
+pub(crate) const DENSE_CHUNK_BYTES: usize = 256 << 10;
+/// The file in the checkpoint's directory that describes the extents.
+pub(crate) const DENSE_FILE: &str = "dense.json";
+/// Subdirectory of the checkpoint that contains the dense data files.
+pub(crate) const DENSE_DIR: &str = "dense";
+/// Size of the checksum page at the end of a file.
+pub(crate) const CHECKSUM_PAGE_BYTES: usize = ALIGNMENT;
+/// Maximum bytes of a stream per file: one chunk per checksum that fits the page.
+pub(crate) const DENSE_FILE_BYTES: u64 = (CHECKSUM_PAGE_BYTES / 4 * DENSE_CHUNK_BYTES) as u64;
+
 /// Contents and format of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -116,6 +130,39 @@ pub struct CheckpointManifest {
     pub dense: Option<DenseEntry>,
 }
 
+/// The dense state in the coordinator's manifest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DenseEntry {
+    /// Length and checksum of `dense.json`.
+    pub metadata: RankDigest,
+    /// Bytes of all ranks' streams.
+    pub bytes: u64,
+}
+
+/// One rank's stream of dense state: bytes of any meaning (tensors, objects), as extents.
+///
+/// A rank's stream is divided into files `dense/<rank>-of-<world>.<n>.extents`. An extent starts at a multiple of
+/// [`ALIGNMENT`] and may span several files. A file contains at most 256 MiB of the stream, a multiple of
+/// [`ALIGNMENT`], followed by one page of that size with the CRC-32C of each 256 KiB, little-endian, padded with zeros.
+///
+/// The file `dense.json` describes the extents. The coordinator writes it, and its manifest contains the file's
+/// checksum. The Rust core does not interpret it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DenseShare {
+    pub(crate) files: Vec<DenseFile>,
+}
+
+/// A part of a rank's stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DenseExtent {
+    /// Offset in the stream.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+}
+
 /// The counts that determine the layout of a data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DataShape {
@@ -174,12 +221,27 @@ pub(crate) struct CountsShare {
 }
 
 impl RankShare {
+    /// Creates the entry of a shard without rows.
+    pub(crate) fn new(spec: TableSpec, buckets: &Range<u32>) -> Self {
+        Self {
+            spec,
+            bucket_begin: buckets.start,
+            bucket_end: buckets.end,
+            total_rows: 0,
+            files: Vec::new(),
+            counts: None,
+            sweeps: Vec::new(),
+            clock: StepClock::default(),
+            segments: None,
+        }
+    }
+
     pub(crate) fn rows(&self) -> u64 {
         let in_files: u64 = self.files.iter().map(|file| file.rows).sum();
         in_files + self.segments.as_ref().map_or(0, |set| set.rows)
     }
 
-    pub(super) fn tombstones(&self) -> u64 {
+    fn tombstones(&self) -> u64 {
         self.files.iter().map(|file| file.tombstones).sum()
     }
 
@@ -261,6 +323,41 @@ impl RankManifest {
     pub(crate) fn new(name: String, rank: u32, world: u32) -> Self {
         let (tables, dense) = (Vec::new(), None);
         Self { format: FORMAT.to_owned(), version: VERSION, name, rank, world, tables, dense }
+    }
+}
+
+/// Entry of a dense data file in a rank's manifest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DenseFile {
+    /// Length of the file, including its checksum page.
+    pub(crate) bytes: u64,
+    /// CRC-32C of the checksum page.
+    pub(crate) checksums_crc32c: u32,
+}
+
+impl DenseFile {
+    /// Bytes of the stream in the file.
+    pub(crate) fn data_bytes(&self) -> u64 {
+        self.bytes - CHECKSUM_PAGE_BYTES as u64
+    }
+}
+
+impl DenseShare {
+    /// Length of the stream in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(DenseFile::data_bytes).sum()
+    }
+
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let page = CHECKSUM_PAGE_BYTES as u64;
+        let whole = |file: &DenseFile| {
+            (2 * page..=DENSE_FILE_BYTES + page).contains(&file.bytes) && file.bytes.is_multiple_of(ALIGNMENT as u64)
+        };
+        match self.files.iter().position(|file| !whole(file)) {
+            Some(n) => Err(format!("file {n} of extents cannot have {} bytes", self.files[n].bytes)),
+            None => Ok(()),
+        }
     }
 }
 
@@ -352,20 +449,148 @@ impl CheckpointManifest {
             None => Ok(()),
         }
     }
+
+    /// Checks that the ranks' manifests belong to this checkpoint, agree with it, and together contain every bucket of
+    /// every table once.
+    pub(crate) fn check_ranks(&self, ranks: &[RankManifest]) -> Result<(), String> {
+        for (rank, manifest) in ranks.iter().enumerate() {
+            if manifest.name != self.name
+                || manifest.rank as usize != rank
+                || manifest.world as usize != self.ranks.len()
+            {
+                return Err(format!(
+                    "the manifest of rank {rank} belongs to rank {} of {}",
+                    manifest.rank, manifest.name
+                ));
+            }
+        }
+        if merge_tables(ranks, self.kind)? != self.tables {
+            return Err("the ranks' manifests hold other tables, settings or counts".into());
+        }
+        for (rank, manifest) in ranks.iter().enumerate() {
+            let checked = manifest.dense.as_ref().map_or(Ok(()), DenseShare::check);
+            checked.map_err(|what| format!("rank {rank}: {what}"))?;
+            if manifest.dense.is_some() != self.dense.is_some() {
+                return Err(format!("one of rank {rank} and the coordinator has extents"));
+            }
+        }
+        if dense_bytes(ranks) == self.dense.map_or(0, |dense| dense.bytes) {
+            Ok(())
+        } else {
+            Err("the ranks' manifests have other extents".into())
+        }
+    }
 }
 
 impl TableEntry {
     /// True if these changes can lead from the rows of `before` to this entry's row count: each row is new or was there
     /// before, and without sweeps only rows with a tombstone are removed.
     fn can_follow(&self, before: &Self) -> bool {
-        let most = before.total_rows.saturating_add(self.rows);
+        let maximum = before.total_rows.saturating_add(self.rows);
         let unswept = before.total_rows.saturating_sub(self.tombstones);
-        let least = if self.sweeps.is_empty() { self.rows.max(unswept) } else { self.rows };
-        (least..=most).contains(&self.total_rows)
+        let minimum = if self.sweeps.is_empty() { self.rows.max(unswept) } else { self.rows };
+        (minimum..=maximum).contains(&self.total_rows)
     }
 }
 
 /// Bytes of all ranks' dense extents.
 pub(crate) fn dense_bytes(ranks: &[RankManifest]) -> u64 {
     ranks.iter().filter_map(|manifest| manifest.dense.as_ref()).map(DenseShare::bytes).sum()
+}
+
+/// Number of pending ids with counts in these shares; `None` if no share has counts.
+fn count_pending<'a>(shares: impl Iterator<Item = &'a RankShare>) -> Option<u64> {
+    let counts = shares.filter_map(|share| share.counts.as_ref());
+    counts.map(|counts| counts.files.iter().map(|file| file.rows).sum()).reduce(|a: u64, b| a + b)
+}
+
+/// Merges the tables of all ranks. The message describes a mismatch.
+pub(crate) fn merge_tables(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<TableEntry>, String> {
+    let mut tables: BTreeMap<(&str, &str), Vec<(usize, &RankShare)>> = BTreeMap::new();
+    for (rank, manifest) in ranks.iter().enumerate() {
+        for share in &manifest.tables {
+            share.check(kind)?;
+            let shares = tables.entry((&share.spec.module, &share.spec.table)).or_default();
+            if shares.last().is_some_and(|&(last, _)| last == rank) {
+                return Err(format!(
+                    "rank {rank} has table {:?} of module {:?} twice",
+                    share.spec.table, share.spec.module
+                ));
+            }
+            shares.push((rank, share));
+        }
+    }
+    tables
+        .into_iter()
+        .map(|((module, table), mut shares)| {
+            let name = format!("table {table:?} of module {module:?}");
+            let (first_rank, first) = shares[0];
+            if let Some((rank, _)) = shares.iter().find(|(_, share)| share.spec != first.spec) {
+                return Err(format!(
+                    "{name}: ranks {first_rank} and {rank} have different settings or steps, or their shared rows differ"
+                ));
+            }
+            if let Some((rank, _)) = shares.iter().find(|(_, share)| share.sweeps != first.sweeps) {
+                return Err(format!("{name}: ranks {first_rank} and {rank} have made different sweeps"));
+            }
+            shares.sort_by_key(|(_, share)| (share.bucket_begin, share.bucket_end));
+            let mut end = 0;
+            for (rank, share) in &shares {
+                if share.bucket_begin != end {
+                    return Err(format!("{name}: bucket {end} is followed by {} (rank {rank})", share.bucket_begin));
+                }
+                end = share.bucket_end;
+            }
+            if end != first.spec.total_num_buckets {
+                return Err(format!("{name}: no rank has the buckets from {end} on"));
+            }
+            Ok(TableEntry {
+                spec: first.spec.clone(),
+                rows: shares.iter().map(|(_, share)| share.rows()).sum(),
+                tombstones: shares.iter().map(|(_, share)| share.tombstones()).sum(),
+                total_rows: shares.iter().map(|(_, share)| share.total_rows).sum(),
+                pending: count_pending(shares.iter().map(|(_, share)| *share)),
+                sweeps: first.sweeps.clone(),
+                clock: StepClock::join(shares.iter().map(|(_, share)| &share.clock)),
+            })
+        })
+        .collect()
+}
+
+/// Reads the coordinator's manifest of the checkpoint in `dir`, verifies its seal, and returns it with its identity.
+pub(crate) fn read_manifest(dir: &CheckpointDirectory) -> Result<(CheckpointManifest, CheckpointId)> {
+    let path = dir.join(MANIFEST_FILE);
+    let sealed = read_file(dir.engine(), &path, MAX_MANIFEST_BYTES)?;
+    let manifest: CheckpointManifest = parse(&unseal(&sealed, &path)?, &path)?;
+    let identity = CheckpointId { name: manifest.name.clone(), manifest_xxh3: checksum(&sealed) };
+    Ok((manifest, identity))
+}
+
+/// Reads the ranks' manifests and verifies them against their digests.
+pub(crate) fn read_ranks(dir: &CheckpointDirectory, digests: &[RankDigest]) -> Result<Vec<RankManifest>> {
+    let world = digests.len() as u32;
+    digests
+        .iter()
+        .enumerate()
+        .map(|(rank, digest)| {
+            let path = dir.join(rank_file(rank as u32, world));
+            parse(&read_digested(dir.engine(), &path, digest)?, &path)
+        })
+        .collect()
+}
+
+/// Reads the file at `path`, which must match `digest`.
+pub(crate) fn read_digested(engine: &dyn IoEngine, path: &Path, digest: &RankDigest) -> Result<Vec<u8>> {
+    let bytes = read_file(engine, path, digest.bytes.min(MAX_MANIFEST_BYTES))?;
+    let found = RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) };
+    if found != *digest {
+        return Err(Error::corruption(
+            path,
+            0,
+            "the manifest's length and checksum",
+            format!("{} and {:016x}", digest.bytes, digest.xxh3),
+            format!("{} and {:016x}", found.bytes, found.xxh3),
+        ));
+    }
+    Ok(bytes)
 }

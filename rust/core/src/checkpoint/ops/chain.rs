@@ -1,26 +1,81 @@
-//! Reads a chain of checkpoints, a full one and the deltas based on it, as one. The latest version of a row counts.
+//! Reads a chain of checkpoints, a full one and the deltas based on it, as one, and checks it against the tables to
+//! load. The latest version of a row counts.
 
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::cache::{PickedRows, RowColumns};
+use crate::cache::{PickedRows, RowColumns, Table};
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::LatestCheckpoint;
-use crate::checkpoint::manifest::manifests::{CheckpointId, CheckpointManifest, TableEntry, TableSpec};
-use crate::checkpoint::rows::counts::MergedCounts;
+use crate::checkpoint::manifest::manifests::{CheckpointId, CheckpointManifest, TableEntry};
+use crate::checkpoint::manifest::spec::TableSpec;
+use crate::checkpoint::rows::counters::MergedCounts;
 use crate::checkpoint::rows::reader::{OpenCheckpoint, TableReader};
-use crate::checkpoint::rows::source::RowSink;
+use crate::checkpoint::rows::writer::RowSink;
 use crate::config::TableConfig;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::index::IdHash;
-use crate::lifecycle::{BucketCounts, ExpirySweep, StepClock};
-use crate::memory;
+use crate::lifecycle::{BucketCounts, ExpirySweep, OovRow, StepClock};
+use crate::runtime::memory;
+use crate::ssd::{LinkedSegments, StateCounters};
 use crate::types::Id;
 
 /// Approximate number of delta ids in memory at once, at most 16 bytes each. Beyond this limit, buckets are read in
 /// several passes.
 const IDS_AT_ONCE: u64 = 2 << 20;
+
+/// Columns of the rows that a load reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadColumns {
+    /// All. The table must have the checkpoint's optimizer.
+    All,
+    /// All except the optimizer's slots, into a table with any optimizer.
+    WithoutSlots,
+}
+
+/// States if the caller can open a table from the segments of a linked checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadSegments {
+    /// It can.
+    Open,
+    /// It reads rows only.
+    Refuse,
+}
+
+/// A table of a checkpoint to load, and how.
+#[derive(Clone, Debug)]
+pub struct TableRequest<'a> {
+    /// Path of the table's module in the checkpoint.
+    pub module: &'a str,
+    /// Name of the table in the checkpoint.
+    pub table: &'a str,
+    /// The buckets that the rank owns.
+    pub buckets: Range<u32>,
+    /// Columns to load.
+    pub columns: LoadColumns,
+    /// Support for segments.
+    pub segments: LoadSegments,
+}
+
+/// Source from which a checked table is loaded.
+#[derive(Debug)]
+pub enum TableSource {
+    /// Row by row, by [`ChainReader::load_with`].
+    Rows(ChainReader),
+    /// By opening the table from segments, with these counters, admission counts, step times and OOV row.
+    Segments(LinkedSegments, StateCounters, Vec<BucketCounts>, StepClock, Option<OovRow>),
+}
+
+impl TableSource {
+    /// Upper bound of the number of rows that the table will have.
+    pub fn max_rows(&self) -> u64 {
+        match self {
+            Self::Rows(reader) => reader.max_rows(),
+            Self::Segments(files, ..) => files.rows(),
+        }
+    }
+}
 
 /// A checkpoint and its base checkpoints, with checked manifests.
 #[derive(Clone, Debug)]
@@ -98,6 +153,55 @@ impl CheckpointChain {
         let readers = self.links.iter().map(open).collect::<Result<Vec<_>>>()?;
         Ok(ChainReader { chain: self.clone(), spec, buckets, expected_rows: whole, readers })
     }
+
+    /// Checks that the checkpoint has a table that matches `into`, that no batch uses rows of `into`, and the headers
+    /// of the files with rows of the buckets.
+    ///
+    /// Errors: `Mismatch` (no such table, another dim or optimizer, or segments that `into` cannot be opened from),
+    /// `State` (rows in use), `Corruption`, `Storage`.
+    pub fn check_table(&self, into: &Table, request: &TableRequest<'_>) -> Result<TableSource> {
+        self.refuse_serving("tables that are trained or evaluated by a model are loaded")?;
+        let entry = self.table(request.module, request.table)?;
+        entry.spec.check_fits(into.config(), request.columns == LoadColumns::All)?;
+        into.check_unused()?;
+        let rows = || self.table_reader(request.module, request.table, request.buckets.clone());
+        if request.columns == LoadColumns::WithoutSlots {
+            // Segments contain rows with their slots, so the rows are read one by one.
+            return Ok(TableSource::Rows(rows()?.without_slots()));
+        }
+        let newest = &self.links()[0];
+        let Some(files) = newest.segments_of(request.module, request.table, &request.buckets)? else {
+            return rows().map(TableSource::Rows);
+        };
+        if request.segments == LoadSegments::Refuse {
+            return Err(newest.only_for_same_ranks("only torchrec_embcache.Saver loads it"));
+        }
+        into.check_opens_from(&files).map_err(|error| match error.kind() {
+            Kind::Mismatch => newest.only_for_same_ranks(&error.to_string()),
+            _ => error,
+        })?;
+        let counters = StateCounters { step: entry.spec.step, epoch: self.manifest().next_epoch };
+        let mut counts = Vec::new();
+        if entry.pending.is_some() {
+            let mut merged = MergedCounts::default();
+            newest.table_reader(request.module, request.table, request.buckets.clone())?.read_counts(
+                &mut |bucket| {
+                    merged.add(bucket, |_| false);
+                    Ok(())
+                },
+            )?;
+            merged.hand_over(&mut |bucket| {
+                counts.push(bucket);
+                Ok(())
+            })?;
+        }
+        Ok(TableSource::Segments(files, counters, counts, entry.clock.clone(), entry.spec.oov_row.clone()))
+    }
+
+    /// Returns `Unsupported` if this is a serving checkpoint, which does not support `action`.
+    pub fn refuse_serving(&self, action: &str) -> Result<()> {
+        self.links()[0].refuse_serving(action)
+    }
 }
 
 /// Opens the base of `child` without keeping a lock: while a checkpoint is locked, saves keep all its base checkpoints.
@@ -131,6 +235,9 @@ pub(crate) fn open_parent(
     parent.release();
     Ok(parent)
 }
+
+/// Consumes a group of rows as columns.
+type ColumnSink<'a> = dyn FnMut(PickedRows<'_>) -> Result<()> + 'a;
 
 /// Reads the rows of some buckets of one table as of the latest checkpoint of a chain.
 #[derive(Debug)]
@@ -192,24 +299,14 @@ impl ChainReader {
     ///
     /// Errors: as [`TableReader::read`]; `Corruption` if the row count differs from the latest manifest.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<u64> {
-        self.read_columns(&mut |rows| self.emit(rows, sink))
+        self.read_columns(&mut |rows| self.emit(rows, sink), None)
     }
 
     /// Reads and verifies every row of the buckets and the admission counts. Returns the number of rows.
     ///
     /// Errors: as [`Self::read`].
     pub fn verify(&self) -> Result<u64> {
-        self.read_with_counts(&mut |_| Ok(()), &mut MergedCounts::default())
-    }
-
-    /// Like [`Self::read`], but passes the rows as columns.
-    pub fn read_columns(&self, sink: &mut ColumnSink<'_>) -> Result<u64> {
-        self.read_all(sink, None)
-    }
-
-    /// Like [`Self::read_columns`], and also collects the admission counts in `counts`.
-    pub(crate) fn read_with_counts(&self, sink: &mut ColumnSink<'_>, counts: &mut MergedCounts) -> Result<u64> {
-        self.read_all(sink, Some(counts))
+        self.read_columns(&mut |_| Ok(()), Some(&mut MergedCounts::default()))
     }
 
     /// Like [`Self::read`], and then passes the admission counts to `counts`, one bucket per call, in ascending bucket
@@ -220,7 +317,7 @@ impl ChainReader {
         counts: &mut dyn FnMut(BucketCounts) -> Result<()>,
     ) -> Result<u64> {
         let mut merged = MergedCounts::default();
-        let rows = self.read_with_counts(&mut |rows| self.emit(rows, sink), &mut merged)?;
+        let rows = self.read_columns(&mut |rows| self.emit(rows, sink), Some(&mut merged))?;
         merged.hand_over(counts)?;
         Ok(rows)
     }
@@ -240,7 +337,8 @@ impl ChainReader {
         self.readers.iter().any(TableReader::counts_clicks)
     }
 
-    fn read_all(&self, sink: &mut ColumnSink<'_>, mut counts: Option<&mut MergedCounts>) -> Result<u64> {
+    /// Like [`Self::read`], but passes the rows as columns, and collects the admission counts in `counts`.
+    pub(super) fn read_columns(&self, sink: &mut ColumnSink<'_>, mut counts: Option<&mut MergedCounts>) -> Result<u64> {
         let mut rows = 0;
         let mut counted = |some: PickedRows<'_>| {
             rows += some.len() as u64;
@@ -278,9 +376,6 @@ impl ChainReader {
     }
 }
 
-/// Consumes rows as columns.
-pub(crate) type ColumnSink<'a> = dyn FnMut(PickedRows<'_>) -> Result<()> + 'a;
-
 /// A set of ids from a file. Its hash is keyed, because ids may be chosen to collide.
 type KnownIds = HashSet<Id, IdHash>;
 
@@ -299,7 +394,7 @@ fn merge(
         let is_oldest = age + 1 == readers.len();
         let mut own: Vec<Id> = Vec::new();
         let newer_sweeps: Vec<&ExpirySweep> = sweeps[..age].iter().flat_map(|sweeps| sweeps.iter()).collect();
-        let is_dead = |rows: &RowColumns<'_>, row: u32| {
+        let is_expired = |rows: &RowColumns<'_>, row: u32| {
             !newer_sweeps.is_empty() && {
                 let (row, dim) = (row as usize, rows.parts[0].len() / rows.len());
                 let (header, weights) = (rows.header(row), &rows.parts[0][row * dim..][..dim]);
@@ -316,7 +411,7 @@ fn merge(
             }
             fresh.clear();
             memory::reserve(&mut fresh, "merge deltas", rows.len())?;
-            let stays = |&(row, id): &(u32, &Id)| !known.contains(id) && !is_dead(rows, row);
+            let stays = |&(row, id): &(u32, &Id)| !known.contains(id) && !is_expired(rows, row);
             fresh.extend((0..).zip(rows.ids).filter(stays).map(|(row, _)| row));
             if fresh.is_empty() { Ok(()) } else { sink(PickedRows::some(rows, &fresh)) }
         })?;

@@ -2,12 +2,13 @@
 
 use super::chain::CheckpointChain;
 use crate::checkpoint::directory::CheckpointDirectory;
-use crate::checkpoint::manifest::dense::{DENSE_CHUNK_BYTES, DENSE_DIR, DENSE_FILE, DenseExtent};
-use crate::checkpoint::manifest::holds::{hold_to_remove, lock_root, make_held};
-use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, LatestCheckpoint};
-use crate::checkpoint::manifest::manifests::MAX_MANIFEST_BYTES;
-use crate::checkpoint::manifest::names::{MANIFEST_FILE, rank_file, table_dir};
-use crate::checkpoint::manifest::read::read_manifest;
+use crate::checkpoint::manifest::latest::{
+    CheckpointName, LATEST_FILE, LatestCheckpoint, hold_to_remove, lock_root, make_held,
+};
+use crate::checkpoint::manifest::manifests::{
+    DENSE_CHUNK_BYTES, DENSE_DIR, DENSE_FILE, DenseExtent, MAX_MANIFEST_BYTES, read_manifest,
+};
+use crate::checkpoint::manifest::{MANIFEST_FILE, rank_file, table_dir};
 use crate::checkpoint::rows::reader::OpenCheckpoint;
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, IoOpenMode, LOCK_FILE, copy_file, read_file, write_atomically};

@@ -2,25 +2,19 @@
 
 use std::collections::BTreeMap;
 
-use super::beside::WriteRateLimiter;
+use super::async_save::WriteRateLimiter;
 use super::chain::ChainReader;
 use crate::cache::{BaseCheckpoint, GroupSink, PickedRows, Table, TableSnapshot};
-use crate::checkpoint::manifest::manifests::TableSpec;
-use crate::checkpoint::rows::counts::{CountsSource, MergedCounts};
-use crate::checkpoint::rows::delta::DeltaChanges;
+use crate::checkpoint::manifest::spec::TableSpec;
+use crate::checkpoint::rows::counters::{CountsSource, MergedCounts};
 use crate::checkpoint::rows::reader::TableReader;
-use crate::checkpoint::rows::source::{RowSink, RowSource};
-use crate::checkpoint::rows::writer::RankWriter;
+use crate::checkpoint::rows::writer::{DeltaChanges, RankWriter, RowSink};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
 use crate::rows::{RowHeader, WeightPrecision};
 use crate::ssd::LinkedBytes;
 use crate::types::Id;
 
-/// Number of rows of a table that are copied at a time.
-const CHUNK_ROWS: usize = 1024;
-/// Bytes of modified rows that are read at a time, at least one row.
-const MODIFIED_CHUNK_BYTES: usize = 512 << 10;
 /// Maximum chunk size when copying rows of a snapshot; a larger row is a chunk on its own. A training step waits for at
 /// most one chunk.
 const SNAPSHOT_CHUNK_BYTES: usize = 256 << 10;
@@ -32,37 +26,6 @@ pub struct LinkedTable {
     pub rows: u64,
     /// Bytes of its segments that were linked, and bytes that were copied.
     pub bytes: LinkedBytes,
-}
-
-/// Every current row of a table.
-struct TableRows<'a>(&'a Table);
-
-impl RowSource for TableRows<'_> {
-    fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> Result<()> {
-        self.0.for_each_chunk(CHUNK_ROWS, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
-    }
-
-    fn for_each_group(&mut self, sink: &mut dyn GroupSink) -> Result<()> {
-        self.0.for_each_group(sink)
-    }
-}
-
-/// The current rows of a table that were modified in epoch `since` or later.
-struct ModifiedTableRows<'a> {
-    table: &'a Table,
-    since: u32,
-}
-
-impl RowSource for ModifiedTableRows<'_> {
-    fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> Result<()> {
-        let row_bytes = self.table.config().layout().vector_floats() * 4 + size_of::<RowHeader>();
-        let chunk_rows = (MODIFIED_CHUNK_BYTES / row_bytes).max(1);
-        self.table.for_each_modified(self.since, chunk_rows, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
-    }
-
-    fn for_each_group(&mut self, sink: &mut dyn GroupSink) -> Result<()> {
-        self.table.for_each_modified_group(self.since, sink)
-    }
 }
 
 /// Returns `State` if the table is past `step`, so that the written rows are of several steps.
@@ -90,7 +53,7 @@ impl RankWriter {
         let config = table.config();
         let step = table.step()?;
         let spec = TableSpec::new(module, config, hyperparameters, step, table.oov_row()?);
-        let rows = self.write_table(spec, config.buckets.clone(), &mut TableRows(table))?;
+        let rows = self.write_groups(spec, config.buckets.clone(), &mut |sink| table.for_each_group(sink))?;
         self.set_clock(table.clock()?);
         self.write_counts_of(table, None)?;
         check_not_trained(table, step)?;
@@ -116,13 +79,7 @@ impl RankWriter {
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
         let (mut merged, buckets) = (MergedCounts::default(), chain.buckets().clone());
-        self.write_table(chain.spec().clone(), buckets.clone(), &mut |sink: &mut RowSink<'_>| {
-            let mut hand_over = |headers: &[RowHeader], vectors: &[f32]| {
-                sink(headers, vectors)?;
-                progress(headers.len() as u64)
-            };
-            chain.read_with_counts(&mut |rows| chain.emit(rows, &mut hand_over), &mut merged).map(|_| ())
-        })?;
+        self.write_merged_rows(chain.spec().clone(), chain, Some(&mut merged), progress)?;
         self.set_clock(chain.clock()?.clone());
         if !chain.has_counts() {
             return Ok(());
@@ -143,13 +100,24 @@ impl RankWriter {
         precision: WeightPrecision,
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
-        let spec = chain.spec().clone().for_serving(precision);
+        self.write_merged_rows(chain.spec().clone().for_serving(precision), chain, None, progress)
+    }
+
+    /// Writes the rows of a chain of checkpoints, and collects its admission counts in `counts`.
+    fn write_merged_rows(
+        &mut self,
+        spec: TableSpec,
+        chain: &ChainReader,
+        mut counts: Option<&mut MergedCounts>,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<()> {
         let mut rows = |sink: &mut RowSink<'_>| {
             let mut hand_over = |headers: &[RowHeader], vectors: &[f32]| {
                 sink(headers, vectors)?;
                 progress(headers.len() as u64)
             };
-            chain.read(&mut hand_over).map(|_| ())
+            let read = chain.read_columns(&mut |rows| chain.emit(rows, &mut hand_over), counts.as_deref_mut());
+            read.map(|_| ())
         };
         self.write_table(spec, chain.buckets().clone(), &mut rows).map(|_| ())
     }
@@ -195,15 +163,15 @@ impl RankWriter {
         let config = table.config();
         let step = table.step()?;
         let spec = TableSpec::new(module, config, hyperparameters, step, table.oov_row()?);
-        let left = table.tombstones_since(base)?;
+        let tombstones = table.tombstones_since(base)?;
         let sweeps = table.sweeps_since(base)?;
-        let changes = DeltaChanges { tombstones: &left, sweeps: &sweeps, total_rows: table.len()? };
-        let mut modified = ModifiedTableRows { table, since: base.next_epoch };
-        let rows = self.write_changes(spec, config.buckets.clone(), &mut modified, changes)?;
+        let changes = DeltaChanges { tombstones: &tombstones, sweeps: &sweeps, total_rows: table.len()? };
+        let mut modified = |sink: &mut dyn GroupSink| table.for_each_modified_group(base.next_epoch, sink);
+        let rows = self.write_changed_groups(spec, config.buckets.clone(), &mut modified, changes)?;
         self.set_clock(table.clock()?);
         self.write_counts_of(table, Some(base.next_epoch))?;
         check_not_trained(table, step)?;
-        Ok((rows, left.len() as u64))
+        Ok((rows, tombstones.len() as u64))
     }
 
     /// Writes the rows of a snapshot, no faster than `limiter` allows. The checkpoint must be a delta if the snapshot
@@ -219,7 +187,7 @@ impl RankWriter {
         let spec = TableSpec::new(module, &config, hyperparameters, snapshot.step(), snapshot.oov_row().cloned());
         let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
         let chunk_rows = (SNAPSHOT_CHUNK_BYTES / row_bytes).max(1);
-        let (left, sweeps, total_rows) =
+        let (tombstones, sweeps, total_rows) =
             (snapshot.tombstones().map(<[Id]>::to_vec), snapshot.sweeps().to_vec(), snapshot.rows());
         let clock = snapshot.clock().clone();
         // Reading the rows consumes the snapshot. So its counts are collected first, and written after the rows.
@@ -228,22 +196,22 @@ impl RankWriter {
             counts.add(bucket, |_| false);
             Ok(())
         })?;
-        let mut moment = Some(snapshot);
+        let mut snapshot = Some(snapshot);
         let mut rows = |sink: &mut RowSink<'_>| {
-            let once = || Error::new(Kind::State, "the rows of a moment can be read only once");
-            moment.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
+            let once = || Error::new(Kind::State, "the rows of a snapshot can be read only once");
+            snapshot.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
                 sink(&chunk.headers, &chunk.vectors)?;
                 limiter.wait((chunk.headers.len() * row_bytes) as u64);
                 Ok(())
             })
         };
-        let written = match &left {
+        let written = match &tombstones {
             None => self.write_table(spec, config.buckets, &mut rows)?,
-            Some(left) => self.write_changes(
+            Some(tombstones) => self.write_changes(
                 spec,
                 config.buckets,
                 &mut rows,
-                DeltaChanges { tombstones: left, sweeps: &sweeps, total_rows },
+                DeltaChanges { tombstones, sweeps: &sweeps, total_rows },
             )?,
         };
         self.set_clock(clock);
@@ -254,7 +222,7 @@ impl RankWriter {
                 for_each_bucket: &mut |sink| std::mem::take(&mut counts).hand_over(sink),
             })?;
         }
-        Ok((written, left.map_or(0, |left| left.len() as u64)))
+        Ok((written, tombstones.map_or(0, |tombstones| tombstones.len() as u64)))
     }
 }
 
@@ -295,9 +263,9 @@ impl ChainReader {
         // Adam variants correct the bias of the moments by the number of steps. Rows without slots start with new
         // moments, so at step 0. The step is set before the rows are imported, so that rows dropped by a full table are
         // reported with it.
-        let begins_anew = table.config().optimizer.corrects_bias() && !self.has_slots();
+        let resets_step = table.config().optimizer.corrects_bias() && !self.has_slots();
         table.restore_clock(self.clock()?)?;
-        table.set_step(if begins_anew { 0 } else { self.spec().step })?;
+        table.set_step(if resets_step { 0 } else { self.spec().step })?;
         let dropped = table.stats()?.dropped_rows;
         table.reserve_rows(self.rows_of_oldest())?;
         let mut counts = MergedCounts::default();
@@ -305,7 +273,7 @@ impl ChainReader {
             table.import_columns(rows)?;
             progress(rows.len() as u64)
         };
-        let read = self.read_with_counts(&mut import, &mut counts)?;
+        let read = self.read_columns(&mut import, Some(&mut counts))?;
         counts.hand_over(&mut |counts| table.restore_bucket(&counts))?;
         let stats = table.stats()?;
         let rows = stats.rows;

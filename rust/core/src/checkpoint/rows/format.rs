@@ -38,11 +38,14 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde_json::{Map, Value, json};
 
-use crate::checkpoint::manifest::manifests::{DataShape, TableSpec};
-pub use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, VERSION};
+use crate::checkpoint::manifest::manifests::{DataFile, DataShape};
+use crate::checkpoint::manifest::spec::TableSpec;
 use crate::config::OptimizerKind;
-use crate::io::ALIGNMENT;
+use crate::error::Result;
+use crate::io::{ALIGNMENT, AlignedBuf};
 use crate::rows::WeightPrecision;
+
+pub use crate::checkpoint::manifest::{CHUNK_BYTES, FORMAT, VERSION};
 
 /// Maximum bytes of rows per group (at least one row).
 pub const GROUP_BYTES: usize = 16 << 20;
@@ -305,4 +308,30 @@ pub(crate) fn group_rows(
     let floats = || optimizer.layout(dim).floats() * 4;
     let row_bytes = precision.map_or_else(floats, |precision| precision.row_bytes(dim)) + 8 + 8 + 4 + 4 + 4;
     (group_bytes / row_bytes).max(1)
+}
+
+/// Builds a file with this layout and header. `fill` receives each checksummed column, zero-initialized, in file order.
+pub(super) fn image_of(
+    (layout, shape): (&FileLayout, DataShape),
+    header: &[u8],
+    mut fill: impl FnMut(ColumnField, &mut [u8]),
+) -> Result<(AlignedBuf, DataFile)> {
+    let mut image = AlignedBuf::try_zeroed(header.len() + layout.data_bytes)?;
+    let (head, data) = image.split_at_mut(header.len());
+    head.copy_from_slice(header);
+    let mut checksums: Vec<u32> = Vec::new();
+    for column in layout.checked_columns() {
+        fill(column.field, &mut data[column.range()]);
+        checksums.extend(data[column.range()].chunks(CHUNK_BYTES).map(crc32c::crc32c));
+    }
+    let checksums: &[u8] = bytemuck::cast_slice(&checksums);
+    data[layout.column(ColumnField::Checksums).range()].copy_from_slice(checksums);
+    let file = DataFile {
+        rows: shape.rows as u64,
+        tombstones: shape.tombstones as u64,
+        bytes: image.len() as u64,
+        header_crc32c: crc32c::crc32c(header),
+        checksums_crc32c: crc32c::crc32c(checksums),
+    };
+    Ok((image, file))
 }

@@ -5,19 +5,19 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use super::format::{ColumnField, FileLayout, group_rows};
-use super::order::{BLOCK_ROWS, GroupOrder, GroupOrderError, RowMetadataBlock};
-use super::stream::{ChecksumShift, copy_past_caches, scatter};
-use crate::checkpoint::manifest::manifests::{DataFile, DataShape, TableSpec};
-use crate::checkpoint::manifest::names::CHUNK_BYTES;
+use super::sort::{BLOCK_ROWS, GroupOrder, GroupOrderError, RowMetadataBlock};
+use crate::checkpoint::manifest::CHUNK_BYTES;
+use crate::checkpoint::manifest::manifests::{DataFile, DataShape};
+use crate::checkpoint::manifest::spec::TableSpec;
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
-use crate::kernels::threads::for_each_on_half;
-use crate::memory;
-use crate::prefetch::prefetch_range;
+use crate::kernels::thread_pool::for_each_on_half;
 use crate::rows::{RowList, WeightPrecision};
-use crate::sync::lock;
+use crate::runtime::memory;
+use crate::runtime::simd::prefetch_range;
+use crate::runtime::sync::lock;
 
-/// Number of chunks of a column that one thread fills or verifies at a time.
+/// Number of chunks of a column that one thread fills at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
 /// Number of rows whose metadata one thread fills at a time: whole chunks of every column.
 const ROWS_PER_TASK: usize = CHUNK_BYTES / 4;
@@ -109,8 +109,8 @@ impl<'a> GroupEncoder<'a> {
     /// Fills the columns and their checksums.
     fn fill(&mut self, rows: RowList<'_>, columns: GroupColumns<'_>) -> Result<()> {
         let GroupColumns { mut vectors, mut metadata, starts } = columns;
-        let made = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.bucketing());
-        made.map_err(|misplaced| self.order_error(misplaced))?;
+        let ordered = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.bucketing());
+        ordered.map_err(|misplaced| self.order_error(misplaced))?;
         starts.bytes.copy_from_slice(bytemuck::cast_slice(&self.order.starts));
         for sums in &mut self.sums {
             sums.resize(rows.len(), 0);
@@ -283,5 +283,466 @@ impl<'a> GroupColumns<'a> {
             }
         }
         columns
+    }
+}
+
+/// Shifts a checksum: from that of some bytes to that of the same bytes followed by `n` zeros, for a fixed `n`. CRC-32C
+/// is linear, so this combines the checksums of two rows.
+struct ChecksumShift([[u32; 256]; 4]);
+
+impl std::fmt::Debug for ChecksumShift {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("ChecksumShift").finish()
+    }
+}
+
+impl ChecksumShift {
+    fn for_bytes(bytes: usize) -> Self {
+        let of_bit: [u32; 32] = std::array::from_fn(|bit| crc32c::crc32c_combine(1 << bit, 0, bytes));
+        let of_byte = |index: usize, byte: usize| {
+            (0..8).filter(|bit| (byte >> bit) & 1 == 1).fold(0, |sum, bit| sum ^ of_bit[index * 8 + bit])
+        };
+        Self(std::array::from_fn(|index| std::array::from_fn(|byte| of_byte(index, byte))))
+    }
+
+    fn apply(&self, checksum: u32) -> u32 {
+        let bytes = checksum.to_le_bytes();
+        self.0.iter().zip(bytes).fold(0, |sum, (table, byte)| sum ^ table[usize::from(byte)])
+    }
+
+    /// Returns the checksum of several rows, each as long as this shift, from the checksum of each row.
+    fn join(&self, rows: &[u32]) -> u32 {
+        rows.iter().copied().reduce(|sum, row| self.apply(sum) ^ row).unwrap_or(0)
+    }
+}
+
+/// Copies each row `i` to file row `file_rows[i]` of the columns. Part `k` of the vector part, `dim` floats wide, goes
+/// to column `k`. If `sums` is not empty, the CRC-32C of that part goes to the same file row of `sums[k]`. `file_rows`
+/// is a permutation of the rows' numbers.
+///
+/// Returns false, and does nothing, if rows do not fill whole cache lines or the CPU has no non-temporal stores.
+///
+/// # Panics
+/// If a file row is outside its column.
+fn scatter(rows: RowList<'_>, file_rows: &[u32], columns: &mut [&mut [u8]], dim: usize, sums: &mut [Vec<u32>]) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return x86::scatter(rows, file_rows, columns, dim, sums, x86::can_fold());
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+/// Copies bytes that are not read soon, with non-temporal stores if the CPU supports them.
+///
+/// # Panics
+/// If the lengths differ.
+fn copy_past_caches(to: &mut [u8], from: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    x86::copy_past_caches(to, from);
+    #[cfg(not(target_arch = "x86_64"))]
+    to.copy_from_slice(from);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
+mod x86 {
+    use std::arch::x86_64::{
+        __m512i, _mm_crc32_u64, _mm_cvtsi32_si128, _mm_cvtsi128_si64, _mm_extract_epi64, _mm_loadu_ps, _mm_sfence,
+        _mm_stream_ps, _mm_xor_si128, _mm512_castsi512_si128, _mm512_clmulepi64_epi128, _mm512_extracti32x4_epi32,
+        _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set_epi64, _mm512_setzero_si512, _mm512_stream_ps,
+        _mm512_stream_si512, _mm512_ternarylogic_epi64, _mm512_xor_si512, _mm512_zextsi128_si512,
+    };
+    use std::ptr;
+
+    use super::AHEAD;
+    use crate::kernels::thread_pool::{DisjointPtr, for_each_on_half};
+    use crate::rows::RowList;
+    use crate::runtime::simd::prefetch_range;
+
+    /// Number of floats per cache line, the unit of non-temporal stores.
+    const LINE: usize = 16;
+    /// Number of rows that one thread copies at a time.
+    const ROWS_PER_TASK: usize = 2048;
+    /// Number of rows that are copied interleaved. Each step of a row's checksum depends on the previous one; steps of
+    /// several rows overlap. The rows come from different parts of memory, because the hardware prefetcher works within
+    /// a page, and so on several pages in parallel.
+    const INTERLEAVED_ROWS: usize = 4;
+
+    /// True if the CPU supports [`FoldingCopyKernel`].
+    pub(super) fn can_fold() -> bool {
+        is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("vpclmulqdq")
+    }
+
+    /// Implements [`super::scatter`]. `folding` may be true only if [`can_fold`] is.
+    pub(super) fn scatter(
+        rows: RowList<'_>,
+        file_rows: &[u32],
+        columns: &mut [&mut [u8]],
+        dim: usize,
+        sums: &mut [Vec<u32>],
+        folding: bool,
+    ) -> bool {
+        let aligned = |column: &&mut [u8]| column.as_ptr().addr().is_multiple_of(LINE * 4);
+        if !is_x86_feature_detected!("sse4.2") || !dim.is_multiple_of(LINE) || !columns.iter().all(aligned) {
+            return false;
+        }
+        let bytes = rows.len() * dim * 4;
+        assert!(columns.iter().all(|column| column.len() == bytes), "columns of {} rows", rows.len());
+        assert!(sums.is_empty() || sums.len() == columns.len(), "checksums of each column, or of none");
+        assert!(sums.iter().all(|sums| sums.len() == rows.len()), "a checksum a row");
+        assert_eq!(file_rows.len(), rows.len(), "one file row for each row");
+        assert!(rows.floats() >= columns.len() * dim, "rows as wide as all columns");
+        assert!(!folding || can_fold(), "a processor that folds");
+        let all = rows.len();
+        let columns: Vec<DisjointPtr<u8>> = columns.iter_mut().map(|column| DisjointPtr(column.as_mut_ptr())).collect();
+        let sums: Vec<DisjointPtr<u32>> = sums.iter_mut().map(|sums| DisjointPtr(sums.as_mut_ptr())).collect();
+        let to = ScatterTarget { all, dim, columns: &columns, sums: &sums };
+        for_each_on_half((0..all).step_by(ROWS_PER_TASK), |begin| {
+            // Includes the first rows of the next task, which are prefetched at the end.
+            let later = rows.range(begin..all.min(begin + ROWS_PER_TASK + AHEAD));
+            let file_rows = &file_rows[begin..all.min(begin + ROWS_PER_TASK)];
+            // SAFETY: `folding` states that its instructions were detected, and every CPU with SSE 4.2 has the others.
+            // Columns and checksums are borrowed exclusively by this call, for `rows.len()` rows; file rows are unique,
+            // so no two tasks write the same.
+            unsafe { if folding { to.copy_folding(later, file_rows) } else { to.copy(later, file_rows) } }
+        });
+        true
+    }
+
+    /// A cache line.
+    type StreamLine = [u8; LINE * 4];
+
+    /// # Safety
+    /// `to` is aligned to cache lines.
+    unsafe fn stream_lines_sse(to: &mut [StreamLine], from: &[StreamLine]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            let (to, from): (*mut f32, *const f32) = (to.as_mut_ptr().cast(), from.as_ptr().cast());
+            for at in (0..LINE).step_by(4) {
+                // SAFETY: every x86-64 CPU has SSE; both pointers are within a line, and `to` is aligned to one.
+                unsafe { _mm_stream_ps(to.add(at), _mm_loadu_ps(from.add(at))) };
+            }
+        }
+    }
+
+    /// # Safety
+    /// The CPU has AVX-512 F, and `to` is aligned to cache lines.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn stream_lines_avx512(to: &mut [StreamLine], from: &[StreamLine]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            // SAFETY: both pointers are to a line, and `to` is aligned to one.
+            unsafe { _mm512_stream_ps(to.as_mut_ptr().cast(), _mm512_loadu_ps(from.as_ptr().cast())) };
+        }
+    }
+
+    pub(super) fn copy_past_caches(to: &mut [u8], from: &[u8]) {
+        assert_eq!(to.len(), from.len(), "as many bytes as there is room for");
+        let before = to.as_ptr().align_offset(LINE * 4).min(to.len());
+        let (head, lines) = to.split_at_mut(before);
+        let (head_from, lines_from) = from.split_at(before);
+        head.copy_from_slice(head_from);
+        let (lines, tail) = lines.as_chunks_mut::<{ LINE * 4 }>();
+        let (lines_from, tail_from) = lines_from.as_chunks();
+        // SAFETY: every x86-64 CPU has SSE, which `stream_lines_sse` needs, and `stream_lines_avx512` is called only if
+        // AVX-512 F was detected. The lines of `to` start at its first aligned byte.
+        unsafe {
+            if is_x86_feature_detected!("avx512f") {
+                stream_lines_avx512(lines, lines_from);
+            } else {
+                stream_lines_sse(lines, lines_from);
+            }
+        }
+        tail.copy_from_slice(tail_from);
+        // SAFETY: every x86-64 CPU has SSE. The fence orders the non-temporal stores before all later stores.
+        unsafe { _mm_sfence() };
+    }
+
+    /// Columns that start at cache lines and fit `all` rows of `dim` floats, and as many checksums, or none.
+    struct ScatterTarget<'a> {
+        all: usize,
+        dim: usize,
+        columns: &'a [DisjointPtr<u8>],
+        sums: &'a [DisjointPtr<u32>],
+    }
+
+    impl ScatterTarget<'_> {
+        /// # Safety
+        /// No other thread uses the rows' file rows.
+        #[target_feature(enable = "sse4.2")]
+        unsafe fn copy(&self, rows: RowList<'_>, file_rows: &[u32]) {
+            // SAFETY: the caller guarantees exclusive use of these file rows, and this function is compiled for the
+            // instructions of `WordCopyKernel`.
+            unsafe { self.copy_each::<WordCopyKernel>(rows, file_rows) }
+        }
+
+        /// # Safety
+        /// No other thread uses the rows' file rows.
+        #[target_feature(enable = "sse4.2,avx512f,vpclmulqdq")]
+        unsafe fn copy_folding(&self, rows: RowList<'_>, file_rows: &[u32]) {
+            // SAFETY: the caller guarantees exclusive use of these file rows, and this function is compiled for the
+            // instructions of `FoldingCopyKernel`.
+            unsafe { self.copy_each::<FoldingCopyKernel>(rows, file_rows) }
+        }
+
+        /// Copies the first of `rows`, as many as there are file rows.
+        ///
+        /// # Safety
+        /// No other thread uses the rows' file rows, and the CPU has the instructions of `C`.
+        #[allow(clippy::inline_always)] // Compiled for the instruction set of the caller.
+        #[inline(always)]
+        unsafe fn copy_each<C: RowCopyKernel>(&self, rows: RowList<'_>, file_rows: &[u32]) {
+            let stretch = file_rows.len() / INTERLEAVED_ROWS;
+            for begin in 0..stretch {
+                // SAFETY: the caller guarantees exclusive use of the file rows and the CPU's instructions. `begin` and
+                // the rows at each multiple of `stretch` after it are among the rows.
+                unsafe { self.copy_interleaved::<C, INTERLEAVED_ROWS>(rows, file_rows, begin, stretch) };
+            }
+            for begin in stretch * INTERLEAVED_ROWS..file_rows.len() {
+                // SAFETY: the caller guarantees exclusive use of the file rows and the CPU's instructions. `begin` is a
+                // row.
+                unsafe { self.copy_interleaved::<C, 1>(rows, file_rows, begin, 0) };
+            }
+            // SAFETY: every CPU with SSE 4.2 has it. The fence orders the non-temporal stores before all later stores.
+            unsafe { _mm_sfence() };
+        }
+
+        /// Copies `N` rows, `stretch` apart, starting at number `begin`.
+        ///
+        /// # Safety
+        /// No other thread uses the rows' file rows, and the CPU has the instructions of `C`.
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the caller's instructions; plain loops.
+        #[inline(always)]
+        unsafe fn copy_interleaved<C: RowCopyKernel, const N: usize>(
+            &self,
+            rows: RowList<'_>,
+            file_rows: &[u32],
+            begin: usize,
+            stretch: usize,
+        ) {
+            let (mut from, mut file_row) = ([ptr::null::<f32>(); N], [0; N]);
+            for n in 0..N {
+                let row = begin + n * stretch;
+                if row + AHEAD < rows.len() {
+                    let later = rows.get(row + AHEAD).vector;
+                    prefetch_range(later.as_ptr().cast(), size_of_val(later));
+                }
+                from[n] = rows.get(row).vector.as_ptr();
+                file_row[n] = file_rows[row] as usize;
+                assert!(file_row[n] < self.all, "file rows are among the rows");
+            }
+            for (part, column) in self.columns.iter().enumerate() {
+                let mut to = [ptr::null_mut::<f32>(); N];
+                for n in 0..N {
+                    #[allow(clippy::cast_ptr_alignment)] // Rows are whole lines, and columns start at one.
+                    let at = column.at(file_row[n] * self.dim * 4).cast();
+                    to[n] = at;
+                }
+                let sums = self.sums.get(part);
+                // SAFETY: the caller guarantees the instructions and exclusive use of these file rows. Rows are as wide
+                // as all columns.
+                let checksums = unsafe { C::copy(from, to, self.dim, sums.is_some()) };
+                for n in 0..N {
+                    if let Some(sums) = sums {
+                        // SAFETY: the file row is within `sums`, and belongs only to this row.
+                        unsafe { sums.at(file_row[n]).write(checksums[n]) };
+                    }
+                    from[n] = from[n].wrapping_add(self.dim);
+                }
+            }
+        }
+    }
+
+    /// Copies rows with non-temporal stores.
+    trait RowCopyKernel {
+        /// Copies `N` rows of `dim` floats. Returns their checksums if `wanted`.
+        ///
+        /// # Safety
+        /// The CPU has the instructions. `dim` is whole cache lines, readable at `from` and writable at `to`, and `to`
+        /// is aligned to lines.
+        unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, wanted: bool) -> [u32; N];
+    }
+
+    /// Uses SSE 4.2 and computes checksums by words.
+    struct WordCopyKernel;
+
+    impl RowCopyKernel for WordCopyKernel {
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the caller's instructions; plain loops.
+        #[inline(always)]
+        unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, wanted: bool) -> [u32; N] {
+            let mut checksums = [u64::from(u32::MAX); N];
+            for at in (0..dim).step_by(LINE) {
+                for n in 0..N {
+                    for at in (at..at + LINE).step_by(4) {
+                        // SAFETY: the caller guarantees `dim` floats at each address, and lines at the targets; `at` is
+                        // below `dim`.
+                        unsafe { _mm_stream_ps(to[n].add(at), _mm_loadu_ps(from[n].add(at))) };
+                    }
+                }
+                if !wanted {
+                    continue;
+                }
+                for word in (at..at + LINE).step_by(2) {
+                    for n in 0..N {
+                        // SAFETY: the caller guarantees `dim` floats at each address, and `word + 1` is below `dim`.
+                        let word = unsafe { from[n].add(word).cast::<u64>().read_unaligned() };
+                        // SAFETY: the caller guarantees that the CPU has SSE 4.2.
+                        checksums[n] = unsafe { _mm_crc32_u64(checksums[n], word) };
+                    }
+                }
+            }
+            checksums.map(|checksum| !(checksum as u32))
+        }
+    }
+
+    /// Uses AVX-512 F and VPCLMULQDQ, by cache lines: the checksum state of a row is folded onto its next line by
+    /// polynomial multiplication (Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
+    /// Instruction, 2009).
+    struct FoldingCopyKernel;
+
+    impl RowCopyKernel for FoldingCopyKernel {
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the caller's instructions; plain loops.
+        #[inline(always)]
+        unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, _: bool) -> [u32; N] {
+            // SAFETY: the caller guarantees the instructions, whole lines of `dim` floats at each source, and as many
+            // aligned ones at each target.
+            unsafe {
+                let onto_next = _mm512_set_epi64(
+                    LINE_FACTORS[1],
+                    LINE_FACTORS[0],
+                    LINE_FACTORS[1],
+                    LINE_FACTORS[0],
+                    LINE_FACTORS[1],
+                    LINE_FACTORS[0],
+                    LINE_FACTORS[1],
+                    LINE_FACTORS[0],
+                );
+                // The last of a line's four parts is not multiplied.
+                let onto_last = _mm512_set_epi64(
+                    0,
+                    0,
+                    PART_FACTORS[2][1],
+                    PART_FACTORS[2][0],
+                    PART_FACTORS[1][1],
+                    PART_FACTORS[1][0],
+                    PART_FACTORS[0][1],
+                    PART_FACTORS[0][0],
+                );
+                let mut folded = [_mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)); N];
+                for n in 0..N {
+                    let line = _mm512_loadu_si512(from[n].cast());
+                    _mm512_stream_si512(to[n].cast(), line);
+                    folded[n] = _mm512_xor_si512(folded[n], line);
+                }
+                for at in (LINE..dim).step_by(LINE) {
+                    for n in 0..N {
+                        let line = _mm512_loadu_si512(from[n].add(at).cast());
+                        _mm512_stream_si512(to[n].add(at).cast(), line);
+                        folded[n] = fold(folded[n], onto_next, line);
+                    }
+                }
+                let mut checksums = [0; N];
+                for n in 0..N {
+                    let parts = folded[n];
+                    let all = fold(parts, onto_last, _mm512_setzero_si512());
+                    let two = _mm_xor_si128(_mm512_castsi512_si128(all), _mm512_extracti32x4_epi32::<1>(all));
+                    let two = _mm_xor_si128(two, _mm512_extracti32x4_epi32::<2>(all));
+                    let two = _mm_xor_si128(two, _mm512_extracti32x4_epi32::<3>(parts));
+                    let checksum = _mm_crc32_u64(0, _mm_cvtsi128_si64(two) as u64);
+                    checksums[n] = !(_mm_crc32_u64(checksum, _mm_extract_epi64::<1>(two) as u64) as u32);
+                }
+                checksums
+            }
+        }
+    }
+
+    /// Multiplies each part of 128 bits by its two factors, and adds `next`.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 F and VPCLMULQDQ.
+    #[allow(clippy::inline_always)] // A call would move registers through memory.
+    #[inline(always)]
+    unsafe fn fold(parts: __m512i, by: __m512i, next: __m512i) -> __m512i {
+        // SAFETY: the caller guarantees that the CPU has AVX-512 F and VPCLMULQDQ.
+        unsafe {
+            let (low, high) =
+                (_mm512_clmulepi64_epi128::<0x00>(parts, by), _mm512_clmulepi64_epi128::<0x11>(parts, by));
+            _mm512_ternarylogic_epi64::<0x96>(low, high, next)
+        }
+    }
+
+    /// Factors that move 128 bits across a line of 512 bits.
+    const LINE_FACTORS: [i64; 2] = factors(512);
+    /// Factors that move the first three parts of a line, of 128 bits each, onto its last part.
+    const PART_FACTORS: [[i64; 2]; 3] = [factors(384), factors(256), factors(128)];
+
+    /// Factors that move the first and the second half of 128 bits by `bits`, modulo the polynomial.
+    const fn factors(bits: u32) -> [i64; 2] {
+        [power(bits + 32) << 1, power(bits - 32) << 1]
+    }
+
+    /// The polynomial x^`n` modulo the polynomial of CRC-32C, bit-reflected.
+    const fn power(n: u32) -> i64 {
+        let (mut power, mut by) = (1_u32 << 31, 0);
+        while by < n {
+            power = (power >> 1) ^ (if power & 1 == 1 { 0x82f6_3b78 } else { 0 });
+            by += 1;
+        }
+        power as i64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::AlignedBuf;
+    use crate::rows::RowHeader;
+    use crate::types::hash_id;
+
+    #[test]
+    fn bytes_of_any_number_and_alignment_are_copied() {
+        let from: Vec<u8> = (0..1000_u16).map(|n| n as u8).collect();
+        for (start, end) in [(0, 0), (0, 1000), (7, 9), (3, 67), (64, 192), (61, 200)] {
+            let mut to = AlignedBuf::zeroed(1000);
+            copy_past_caches(&mut to[start..end], &from[1000 - (end - start)..]);
+            assert!(to[start..end] == from[1000 - (end - start)..]);
+            assert!(to[..start].iter().chain(&to[end..]).all(|&byte| byte == 0));
+        }
+    }
+
+    #[test]
+    fn rows_are_scattered_with_checksums_that_join() {
+        for dim in [16, 32, 64, 48, 256] {
+            let (count, parts) = (5000_usize, 2);
+            let values: Vec<f32> = (0..count * dim * parts).map(|n| hash_id(n as i64) as i32 as f32).collect();
+            let headers = vec![RowHeader::default(); count];
+            let rows = RowList::block(&headers, &values, dim * parts);
+            let file_rows: Vec<u32> = (0..count).map(|n| (n * 1237 % count) as u32).collect();
+            let mut columns: Vec<AlignedBuf> = (0..parts).map(|_| AlignedBuf::zeroed(count * dim * 4)).collect();
+            let mut slices: Vec<&mut [u8]> = columns.iter_mut().map(|column| &mut column[..]).collect();
+            let mut sums = vec![vec![0; count]; parts];
+            let done = scatter(rows, &file_rows, &mut slices, dim, &mut sums);
+            assert_eq!(done, cfg!(target_arch = "x86_64"));
+            #[cfg(target_arch = "x86_64")]
+            {
+                let mut by_words = vec![vec![0; count]; parts];
+                assert!(x86::scatter(rows, &file_rows, &mut slices, dim, &mut by_words, false));
+                assert!(by_words == sums, "checksums of {dim} floats are the same by words");
+            }
+            assert!(!scatter(rows, &file_rows, &mut [&mut [][..]], dim + 1, &mut []), "no whole lines");
+            if !done {
+                return;
+            }
+            for (number, row) in rows.iter().enumerate() {
+                let file_row = number * 1237 % count;
+                for (part, from) in row.vector.chunks(dim).enumerate() {
+                    let found = &columns[part][file_row * dim * 4..(file_row + 1) * dim * 4];
+                    assert_eq!(found, bytemuck::cast_slice::<f32, u8>(from), "row {number}, part {part}");
+                    assert_eq!(sums[part][file_row], crc32c::crc32c(found));
+                }
+            }
+            let shift = ChecksumShift::for_bytes(dim * 4);
+            for (from, to) in [(0, 0), (3, 4), (0, 128), (17, count)] {
+                let expected = crc32c::crc32c(&columns[0][from * dim * 4..to * dim * 4]);
+                assert_eq!(shift.join(&sums[0][from..to]), expected, "rows {from}..{to} of {dim}");
+            }
+        }
     }
 }

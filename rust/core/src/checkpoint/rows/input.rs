@@ -1,20 +1,21 @@
 //! Reads a data file: checks it against the manifest and its own header, then reads and verifies the rows of some
-//! buckets.
+//! buckets into a buffer, from which they are passed on as columns.
 
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::format::{ColumnField, FileColumn, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
-use super::staged::{RowFileOffsets, StagedColumns, StagedRange};
+use crate::cache::RowColumns;
+use crate::checkpoint::background_file::for_each_piece;
+use crate::checkpoint::manifest::CHUNK_BYTES;
 use crate::checkpoint::manifest::manifests::{DataFile, RankShare};
-use crate::checkpoint::manifest::names::CHUNK_BYTES;
-use crate::checkpoint::output::for_each_piece;
 use crate::error::{Error, Result};
-use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, IoOpenMode};
-use crate::kernels::threads::for_each;
-use crate::memory;
-use crate::sync::lock;
+use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, IoOpenMode, PooledBuf};
+use crate::kernels::thread_pool::for_each;
+use crate::rows::{RowLayout, WeightPrecision};
+use crate::runtime::memory;
+use crate::runtime::sync::lock;
 use crate::types::{BucketMapper, Id};
 
 /// Size of one read request.
@@ -23,6 +24,8 @@ const READ_BYTES: usize = 1 << 20;
 const READERS: usize = 4;
 /// Number of chunks that one thread verifies at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
+/// Number of rows that one thread converts to float32 at a time.
+const ROWS_PER_TASK: usize = 4096;
 
 /// One data file with verified header, checksums and bucket offsets.
 #[derive(Debug)]
@@ -181,13 +184,13 @@ impl GroupReader {
     fn read_rows_of_buckets(&self, file: &Arc<dyn IoFile>, share: &RankShare, rows: usize) -> Result<Range<usize>> {
         let column = self.layout.column(ColumnField::BucketOffsets);
         let first = self.buckets.start - share.bucket_begin..self.buckets.end - share.bucket_begin;
-        let wanted = [first.start as usize, first.end as usize];
+        let requested = [first.start as usize, first.end as usize];
         let (mut found, mut last, mut ascending) = ([0; 2], 0, true);
         self.for_each_window(file, column, |begin, starts: &[i64]| {
             ascending &= (begin > 0 || starts.first() == Some(&0)) && starts.is_sorted();
             ascending &= starts.first().is_none_or(|&start| start >= last);
             last = starts.last().copied().unwrap_or(last);
-            for (bucket, found) in wanted.iter().zip(&mut found) {
+            for (bucket, found) in requested.iter().zip(&mut found) {
                 let start = bucket.checked_sub(begin).and_then(|at| starts.get(at));
                 *found = start.map_or(*found, |&start| start as usize);
             }
@@ -226,11 +229,11 @@ impl GroupReader {
 
     /// Byte ranges of the requested rows in each of their columns.
     fn requested_ranges(&self) -> Vec<(&FileColumn, Range<usize>)> {
-        let is_wanted = |column: &&FileColumn| column.field.is_per_row() && (self.slots || !column.field.is_slot());
+        let is_requested = |column: &&FileColumn| column.field.is_per_row() && (self.slots || !column.field.is_slot());
         self.layout
             .columns
             .iter()
-            .filter(is_wanted)
+            .filter(is_requested)
             .map(|column| {
                 let row = column.bytes_per_row();
                 (column, self.rows.start * row..self.rows.end * row)
@@ -350,12 +353,12 @@ impl GroupReader {
         bucketing: BucketMapper,
         sink: &mut dyn FnMut(&[Id]) -> Result<()>,
     ) -> Result<()> {
-        let (all, mut last, mut wanted) = (0..bucketing.total(), None, Vec::new());
+        let (all, mut last, mut requested) = (0..bucketing.total(), None, Vec::new());
         self.for_each_window(&self.reopen(engine)?, self.layout.column(ColumnField::Tombstone), |begin, ids| {
             last = self.check_sorted((ColumnField::Tombstone, begin), ids, bucketing, &all, last)?;
-            wanted.clear();
-            wanted.extend(ids.iter().filter(|&&id| self.buckets.contains(&bucketing.of(id))));
-            if wanted.is_empty() { Ok(()) } else { sink(&wanted) }
+            requested.clear();
+            requested.extend(ids.iter().filter(|&&id| self.buckets.contains(&bucketing.of(id))));
+            if requested.is_empty() { Ok(()) } else { sink(&requested) }
         })
     }
 
@@ -391,9 +394,7 @@ impl GroupReader {
         }
         Ok(before)
     }
-}
 
-impl GroupReader {
     pub(super) fn row_file_offsets(&self) -> RowFileOffsets {
         let start = |field| self.header_bytes + self.layout.column(field).start;
         RowFileOffsets {
@@ -411,4 +412,105 @@ impl GroupReader {
 /// Extends a byte range of a column of `bytes` bytes to complete chunks.
 fn chunks_of(range: &Range<usize>, bytes: usize) -> Range<usize> {
     range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES).min(bytes)
+}
+
+/// A checked data file, with the byte offsets of the columns from which rows are served.
+#[derive(Clone, Debug)]
+pub(crate) struct RowFileOffsets {
+    pub(crate) path: PathBuf,
+    pub(crate) bytes: u64,
+    pub(crate) rows: usize,
+    pub(crate) ids: usize,
+    pub(crate) last_steps: usize,
+    pub(crate) weights: usize,
+    pub(crate) scores: usize,
+}
+
+/// A range of whole blocks of a file, and its offset in the staging buffer.
+struct StagedRange {
+    offset: usize,
+    len: usize,
+    staged_at: usize,
+}
+
+/// Columns that a serving checkpoint stores in another form, or omits.
+pub(crate) struct DecodedColumns {
+    /// `[n, D]`, as float32.
+    weights: Vec<f32>,
+    /// Zeros: no row is modified after such a checkpoint.
+    modified_epochs: Vec<u32>,
+}
+
+/// Verified bytes of some columns of one group.
+pub(crate) struct StagedColumns<'a> {
+    layout: &'a FileLayout,
+    header_bytes: usize,
+    /// The requested rows of the file.
+    rows: &'a Range<usize>,
+    /// True if the optimizer's slots were read.
+    slots: bool,
+    buffer: PooledBuf,
+    ranges: Vec<StagedRange>,
+}
+
+impl StagedColumns<'_> {
+    /// Bytes of a range of a column that was read.
+    fn bytes(&self, column: &FileColumn, range: &Range<usize>) -> &[u8] {
+        let offset = self.header_bytes + column.start + range.start;
+        let after = self.ranges.partition_point(|range| range.offset <= offset);
+        // Nothing was read of an empty column.
+        let Some(staged) = self.ranges.get(after.wrapping_sub(1)) else { return &[] };
+        let start = staged.staged_at + (offset - staged.offset);
+        &self.buffer[start..start + range.len()]
+    }
+
+    /// Values of a range of a column. They are aligned: ranges are staged at whole blocks, and columns of wide values
+    /// come first in a file.
+    fn values<T: bytemuck::Pod>(&self, column: &FileColumn, range: Range<usize>) -> &[T] {
+        bytemuck::cast_slice(self.bytes(column, &range))
+    }
+
+    /// Values of the requested rows in one of their columns.
+    pub(super) fn rows<T: bytemuck::Pod>(&self, field: ColumnField) -> &[T] {
+        let column = self.layout.column(field);
+        let (row, rows) = (column.bytes_per_row(), self.rows);
+        self.values(column, rows.start * row..rows.end * row)
+    }
+
+    /// Decodes the requested rows of a serving checkpoint to the columns of other checkpoints.
+    pub(crate) fn decode(&self, precision: WeightPrecision, dim: usize) -> Result<DecodedColumns> {
+        let rows = self.rows;
+        let mut weights = memory::zeros("read rows", rows.len() * dim)?;
+        let column = self.layout.column(ColumnField::Vector(0));
+        let row = column.bytes_per_row();
+        let stored = self.bytes(column, &(rows.start * row..rows.end * row));
+        for_each(
+            stored.chunks(row * ROWS_PER_TASK).zip(weights.chunks_mut(dim * ROWS_PER_TASK)),
+            |(stored, weights)| {
+                let rows = stored.chunks_exact(row).zip(weights.chunks_exact_mut(dim));
+                rows.for_each(|(stored, into)| precision.load(stored, into));
+            },
+        );
+        Ok(DecodedColumns { weights, modified_epochs: memory::zeros("read rows", rows.len())? })
+    }
+
+    /// The requested rows. `decoded` is required for a serving checkpoint.
+    pub(crate) fn columns<'a>(&'a self, layout: RowLayout, decoded: Option<&'a DecodedColumns>) -> RowColumns<'a> {
+        let slots = self.slots;
+        RowColumns {
+            ids: self.rows(ColumnField::Id),
+            last_steps: self.rows(ColumnField::LastStep),
+            counts: self.rows(ColumnField::Count),
+            scores: self.rows(ColumnField::Score),
+            scalars: (slots && layout.scalar_slot).then(|| self.rows(ColumnField::Scalar)),
+            modified_epochs: decoded
+                .map_or_else(|| self.rows(ColumnField::ModifiedEpoch), |served| &served.modified_epochs),
+            parts: match decoded {
+                Some(served) => vec![&served.weights],
+                None => (0..=if slots { layout.vector_slots } else { 0 })
+                    .map(|part| self.rows(ColumnField::Vector(part)))
+                    .collect(),
+            },
+        }
+    }
 }

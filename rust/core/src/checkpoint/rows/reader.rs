@@ -5,34 +5,30 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::Builder;
 
-use super::counts::CountsSink;
-use super::counts_input::CountsReader;
+use super::counters::{CountsReader, CountsSink};
 use super::format::{GROUP_BYTES, group_rows};
-use super::input::GroupReader;
+use super::input::{GroupReader, RowFileOffsets, StagedColumns};
 use super::segment_rows::read_segments;
-use super::source::RowSink;
-use super::staged::{RowFileOffsets, StagedColumns};
+use super::writer::RowSink;
 use crate::cache::{PickedRows, RowColumns};
+use crate::checkpoint::background_file::for_each_piece;
+use crate::checkpoint::dense::DenseReader;
 use crate::checkpoint::directory::CheckpointDirectory;
-use crate::checkpoint::extents::reader::DenseReader;
-use crate::checkpoint::manifest::dense::{DENSE_FILE, DenseEntry};
-use crate::checkpoint::manifest::holds::hold_to_read;
-use crate::checkpoint::manifest::json::inconsistent;
-use crate::checkpoint::manifest::latest::LatestCheckpoint;
+use crate::checkpoint::manifest::latest::{LatestCheckpoint, hold_to_read};
 use crate::checkpoint::manifest::manifests::{
-    CheckpointId, CheckpointManifest, DataFile, RankManifest, RankShare, TableEntry, TableSpec,
+    CheckpointId, CheckpointKind, CheckpointManifest, DENSE_FILE, DataFile, DenseEntry, RankManifest, RankShare,
+    TableEntry, read_digested, read_manifest, read_ranks,
 };
-use crate::checkpoint::manifest::names::{MANIFEST_FILE, counts_file, data_file, table_dir};
-use crate::checkpoint::manifest::read::{read_digested, read_manifest, read_ranks};
-use crate::checkpoint::output::for_each_piece;
+use crate::checkpoint::manifest::spec::TableSpec;
+use crate::checkpoint::manifest::{MANIFEST_FILE, counts_file, data_file, inconsistent, table_dir};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, DirLock, IoEngine};
-use crate::memory::{self, can_start_threads};
-use crate::process::BackgroundFlag;
-use crate::rows::RowHeader;
+use crate::rows::{RowHeader, WeightPrecision};
+use crate::runtime::memory::{self, can_start_threads};
+use crate::runtime::process::BackgroundFlag;
+use crate::runtime::sync::lock;
 use crate::ssd::LinkedSegments;
-use crate::sync::lock;
 use crate::types::Id;
 
 /// Number of groups that are read ahead, each by a thread and its helpers.
@@ -107,7 +103,7 @@ impl OpenCheckpoint {
     pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
         self.manifest.tables.iter().find(|entry| entry.spec.module == module && entry.spec.table == table).ok_or_else(
             || {
-                let there: Vec<String> = self
+                let tables: Vec<String> = self
                     .manifest
                     .tables
                     .iter()
@@ -118,7 +114,7 @@ impl OpenCheckpoint {
                     format!(
                         "{} has no table {table:?} of module {module:?}; it has [{}]",
                         self.directory.path().display(),
-                        there.join(", ")
+                        tables.join(", ")
                     ),
                 )
             },
@@ -208,6 +204,23 @@ impl OpenCheckpoint {
         })?;
         Ok(groups.into_iter().flatten().collect())
     }
+
+    /// Returns `Unsupported` if this is a serving checkpoint, which does not support the action `what`.
+    pub(crate) fn refuse_serving(&self, what: &str) -> Result<()> {
+        let manifest = self.manifest();
+        let (CheckpointKind::Serving, Some(source)) = (manifest.kind, &manifest.made_from) else { return Ok(()) };
+        let precision = manifest.tables.iter().find_map(|entry| entry.spec.precision).map_or("", WeightPrecision::name);
+        Err(Error::new(
+            Kind::Unsupported,
+            format!(
+                "{} is a serving checkpoint (kind serving, {precision}): it is for torchrec_embcache.serving, and has no optimizer state; \
+                 {what} only from the checkpoint that it was made from, {}",
+                self.directory().path().display(),
+                source.name
+            ),
+        )
+        .at(self.directory().path()))
+    }
 }
 
 /// A file: its path, its rank's shard of the table, its manifest entry, and the requested buckets.
@@ -267,8 +280,8 @@ impl TableReader {
 
     /// Upper bound of the number of rows in any file of the table, including later checkpoints.
     pub(crate) fn max_rows_per_file(&self) -> usize {
-        let here = self.groups.iter().map(|group| group.rows.len()).max().unwrap_or(0);
-        here.max(group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, GROUP_BYTES))
+        let largest = self.groups.iter().map(|group| group.rows.len()).max().unwrap_or(0);
+        largest.max(group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, GROUP_BYTES))
     }
 
     /// Number of tombstones in the files with some of the buckets: an upper bound for [`Self::read_tombstones`].
@@ -330,18 +343,18 @@ impl TableReader {
             let served = self.spec.precision.map(|precision| staged.decode(precision, dim)).transpose()?;
             sink(&staged.columns(self.optimizer.layout(dim), served.as_ref()))
         };
-        let has_room = groups.len() > 1 && can_start_threads();
+        let can_read_ahead = groups.len() > 1 && can_start_threads();
         std::thread::scope(|scope| {
             // Thread n mod AHEAD reads group n, so that groups arrive in order.
             let mut ahead = Vec::new();
             for number in 0..AHEAD.min(groups.len()) {
                 // A thread keeps its group until the caller receives it.
                 let (send, receive) = mpsc::sync_channel(0);
-                let mine = groups.iter().skip(number).step_by(AHEAD);
+                let own_groups = groups.iter().skip(number).step_by(AHEAD);
                 let (staging, behind) = (&staging, BackgroundFlag::of_this_thread());
                 let read = move || {
                     behind.apply();
-                    for group in mine {
+                    for group in own_groups {
                         // After an error of the sink there is no receiver.
                         if send.send(self.stage(group, staging)).is_err() {
                             return;
@@ -349,7 +362,7 @@ impl TableReader {
                     }
                 };
                 let name = format!("embcache-load-{number}");
-                if !has_room || Builder::new().name(name).spawn_scoped(scope, read).is_err() {
+                if !can_read_ahead || Builder::new().name(name).spawn_scoped(scope, read).is_err() {
                     // Unless all threads start, nothing is read ahead. Threads that were started end, because their
                     // receivers are dropped.
                     drop(std::mem::take(&mut ahead));

@@ -61,18 +61,19 @@ pub(crate) fn read_segments(
     sink: &mut dyn FnMut(&RowColumns<'_>) -> Result<()>,
 ) -> Result<()> {
     let layout = files.layout();
-    let most = (bytes / (layout.floats() * 4 + 32)).max(1);
-    let mut gathered = SegmentColumns { parts: vec![Vec::new(); 1 + layout.vector_slots], ..SegmentColumns::default() };
+    let max_rows = (bytes / (layout.floats() * 4 + 32)).max(1);
+    let mut collected =
+        SegmentColumns { parts: vec![Vec::new(); 1 + layout.vector_slots], ..SegmentColumns::default() };
     files.read(&mut |row| {
         if buckets.contains(&bucketing.of(row.header.id)) {
-            gathered.push(row);
+            collected.push(row);
         }
-        if gathered.ids.len() < most {
+        if collected.ids.len() < max_rows {
             return Ok(());
         }
-        sink(&gathered.columns(layout.scalar_slot))?;
-        gathered.clear();
+        sink(&collected.columns(layout.scalar_slot))?;
+        collected.clear();
         Ok(())
     })?;
-    if gathered.ids.is_empty() { Ok(()) } else { sink(&gathered.columns(layout.scalar_slot)) }
+    if collected.ids.is_empty() { Ok(()) } else { sink(&collected.columns(layout.scalar_slot)) }
 }

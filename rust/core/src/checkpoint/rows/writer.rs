@@ -1,24 +1,25 @@
-//! Writes one rank's part of a checkpoint.
+//! Writes a rank's part of a checkpoint: the rows of its tables, from any source, and the changes of a delta.
 
 use std::ops::Range;
 use std::path::PathBuf;
 
-use super::format::GROUP_BYTES;
+use super::format::{ColumnField, FileLayout, GROUP_BYTES, image_of};
 use super::group::GroupEncoder;
-use super::source::RowSource;
-use crate::cache::GroupSink;
+use crate::cache::{GroupGatherer, GroupSink};
+use crate::checkpoint::background_file::{BackgroundFileWriter, ImageQueue, for_each_piece, write_file};
 use crate::checkpoint::directory::CheckpointDirectory;
-use crate::checkpoint::manifest::dense::DenseShare;
-use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::latest::CheckpointName;
-use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, RankManifest, RankShare, TableSpec, render};
-use crate::checkpoint::manifest::names::{counts_file, data_file, rank_file, segment_file, table_dir};
-use crate::checkpoint::output::{BackgroundFileWriter, ImageQueue, for_each_piece, write_file};
+use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, DataShape, DenseShare, RankManifest, RankShare};
+use crate::checkpoint::manifest::spec::TableSpec;
+use crate::checkpoint::manifest::{
+    RankDigest, TOMBSTONES_PER_FILE, checksum, counts_file, data_file, rank_file, render, segment_file, table_dir,
+};
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, write_whole};
 use crate::lifecycle::{ExpirySweep, StepClock};
-use crate::rows::RowList;
+use crate::rows::{RowHeader, RowList};
 use crate::ssd::SegmentSet;
+use crate::types::Id;
 
 /// If an allocation for a group fails, groups are made smaller, down to this many rows.
 const MIN_GROUP_ROWS: usize = 256;
@@ -27,6 +28,28 @@ const PARALLEL_FILES: usize = 6;
 const SMALL_FILE_BYTES: usize = 2 << 20;
 /// Number of threads that make names durable. A file system often commits several names at the cost of one.
 const SYNC_THREADS: usize = 4;
+
+/// Consumes a chunk of rows: headers `[n]` and their vector parts `[n × V]`, contiguous.
+pub type RowSink<'a> = dyn FnMut(&[RowHeader], &[f32]) -> Result<()> + 'a;
+
+/// A source of rows in chunks: passes every row to the sink once, in any order, in chunks of any size. Stops at the
+/// first error and returns it.
+pub type RowChunks<'a> = dyn FnMut(&mut RowSink<'_>) -> Result<()> + 'a;
+
+/// A source of rows in groups, each of which becomes a file. Rows in memory are passed without copying.
+type RowGroups<'a> = dyn FnMut(&mut dyn GroupSink) -> Result<()> + 'a;
+
+/// The changes of one rank's shard of a table in a delta, other than modified rows.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaChanges<'a> {
+    /// Ids removed since the parent, in any order. An id with a row in the delta was inserted again. Expired rows that
+    /// were not modified since the parent may be omitted.
+    pub tombstones: &'a [Id],
+    /// The sweeps since the parent.
+    pub sweeps: &'a [ExpirySweep],
+    /// Number of rows of the entire shard, including unchanged ones.
+    pub total_rows: u64,
+}
 
 /// Writes one rank's tables into a checkpoint created by [`crate::checkpoint::CheckpointSave::begin`].
 ///
@@ -82,41 +105,79 @@ impl RankWriter {
     }
 
     /// Writes the rows of one table, all of which are in `buckets`. Returns the number of rows.
-    pub fn write_table(&mut self, spec: TableSpec, buckets: Range<u32>, rows: &mut dyn RowSource) -> Result<u64> {
+    pub fn write_table(&mut self, spec: TableSpec, buckets: Range<u32>, rows: &mut RowChunks<'_>) -> Result<u64> {
+        self.write_groups(spec, buckets, &mut |sink| gather_groups(rows, sink))
+    }
+
+    /// Like [`Self::write_table`], from a source of groups.
+    pub(crate) fn write_groups(
+        &mut self,
+        spec: TableSpec,
+        buckets: Range<u32>,
+        rows: &mut RowGroups<'_>,
+    ) -> Result<u64> {
         let optimizer = spec.optimizer_kind()?;
         let dir = self.begin_table(&spec, &buckets)?;
         let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
         let format = GroupEncoder::new(&spec, optimizer, buckets.clone(), self.group_bytes);
-        let (most, small) = (format.capacity, format.rows_of(SMALL_FILE_BYTES));
-        let waiting = ImageQueue::default();
+        let (capacity, small) = (format.capacity, format.rows_of(SMALL_FILE_BYTES));
+        let queue = ImageQueue::default();
         let files = std::thread::scope(|scope| {
-            let output = BackgroundFileWriter::new(scope, self.directory.engine(), &waiting);
+            let output = BackgroundFileWriter::new(scope, self.directory.engine(), &queue);
             let mut files = RowFileWriter {
                 output,
                 small_group_rows: small,
-                max_group_rows: most,
-                next_group_rows: most,
+                max_group_rows: capacity,
+                next_group_rows: capacity,
                 image_bytes: None,
                 format,
                 path,
                 written_files: Vec::new(),
             };
-            rows.for_each_group(&mut files)?;
+            rows(&mut files)?;
             files.output.finish().map(|()| files.written_files)
         })?;
         let total_rows = files.iter().map(|file| file.rows).sum();
-        self.manifest.tables.push(RankShare {
-            spec,
-            bucket_begin: buckets.start,
-            bucket_end: buckets.end,
-            total_rows,
-            files,
-            counts: None,
-            sweeps: Vec::new(),
-            clock: StepClock::default(),
-            segments: None,
-        });
+        self.manifest.tables.push(RankShare { total_rows, files, ..RankShare::new(spec, &buckets) });
         Ok(total_rows)
+    }
+
+    /// Writes a table into a delta. `rows` are the rows modified since the parent. Otherwise like
+    /// [`Self::write_table`].
+    pub fn write_changes(
+        &mut self,
+        spec: TableSpec,
+        buckets: Range<u32>,
+        rows: &mut RowChunks<'_>,
+        changes: DeltaChanges<'_>,
+    ) -> Result<u64> {
+        self.write_changed_groups(spec, buckets, &mut |sink| gather_groups(rows, sink), changes)
+    }
+
+    /// Like [`Self::write_changes`], from a source of groups.
+    pub(crate) fn write_changed_groups(
+        &mut self,
+        spec: TableSpec,
+        buckets: Range<u32>,
+        rows: &mut RowGroups<'_>,
+        changes: DeltaChanges<'_>,
+    ) -> Result<u64> {
+        let bucketing = spec.bucketing();
+        let written = self.write_groups(spec, buckets.clone(), rows)?;
+        let mut tombstones: Vec<(u32, u64)> =
+            changes.tombstones.iter().map(|&id| (bucketing.of(id), id as u64)).collect();
+        tombstones.sort_unstable();
+        tombstones.dedup();
+        if let Some((bucket, id)) = tombstones.iter().find(|(bucket, _)| !buckets.contains(bucket)) {
+            let what = format!("tombstone {} is of bucket {bucket}, which is not within {buckets:?}", *id as Id);
+            return Err(Error::new(Kind::Input, what));
+        }
+        for chunk in tombstones.chunks(TOMBSTONES_PER_FILE) {
+            let ids: Vec<Id> = chunk.iter().map(|(_, id)| *id as Id).collect();
+            self.append_file(|spec, buckets| tombstone_file(spec, buckets, &ids))?;
+        }
+        self.set_changes(changes.total_rows, changes.sweeps);
+        Ok(written)
     }
 
     /// Checks that a table can be written, and creates its directory.
@@ -152,22 +213,13 @@ impl RankWriter {
         let dir = self.begin_table(&spec, &buckets)?;
         let (rank, world) = (self.manifest.rank, self.manifest.world);
         let linked = link(self.directory.engine(), &|serial| dir.join(segment_file(rank, world, serial)))?;
-        self.manifest.tables.push(RankShare {
-            spec,
-            bucket_begin: buckets.start,
-            bucket_end: buckets.end,
-            total_rows: set.rows,
-            files: Vec::new(),
-            counts: None,
-            sweeps: Vec::new(),
-            clock: StepClock::default(),
-            segments: Some(set),
-        });
+        let segments = RankShare { total_rows: set.rows, segments: Some(set), ..RankShare::new(spec, &buckets) };
+        self.manifest.tables.push(segments);
         Ok(linked)
     }
 
     /// Adds a file, built as image and manifest entry by `make`, to the table written last.
-    pub(crate) fn append_file(
+    fn append_file(
         &mut self,
         make: impl FnOnce(&TableSpec, &Range<u32>) -> Result<(AlignedBuf, DataFile)>,
     ) -> Result<()> {
@@ -193,7 +245,7 @@ impl RankWriter {
         let share = self.manifest.tables.last_mut().expect("a table was written");
         let (image, file) = make(&share.spec, &(share.bucket_begin..share.bucket_end))?;
         let dir = self.directory.join(table_dir(&share.spec.module, &share.spec.table));
-        let files = &mut share.counts.as_mut().expect("its counts were begun").files;
+        let files = &mut share.counts.as_mut().expect("its counts were started").files;
         let name = counts_file(self.manifest.rank, self.manifest.world, files.len());
         write_file(self.directory.engine(), &dir.join(name), &image)?;
         files.push(file);
@@ -202,7 +254,7 @@ impl RankWriter {
 
     /// Sets the total row count of the shard written last, including rows that are in none of its files, and the sweeps
     /// since its parent.
-    pub(crate) fn set_changes(&mut self, rows: u64, sweeps: &[ExpirySweep]) {
+    fn set_changes(&mut self, rows: u64, sweeps: &[ExpirySweep]) {
         let share = self.manifest.tables.last_mut().expect("a table was written");
         share.total_rows = rows;
         sweeps.clone_into(&mut share.sweeps);
@@ -227,6 +279,25 @@ impl RankWriter {
         })?;
         Ok(RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
     }
+}
+
+/// Gathers chunks of rows into groups.
+fn gather_groups(rows: &mut RowChunks<'_>, sink: &mut dyn GroupSink) -> Result<()> {
+    let mut gather = GroupGatherer::new(sink);
+    rows(&mut |headers, vectors| gather.add(headers, vectors))?;
+    gather.finish()
+}
+
+/// Builds a file with tombstones and no rows. `ids` are in file order.
+fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<(AlignedBuf, DataFile)> {
+    let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
+    let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, spec.precision, shape)
+        .ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
+    image_of((&layout, shape), &layout.header(spec, buckets), |field, column| {
+        if field == ColumnField::Tombstone {
+            column.copy_from_slice(bytemuck::cast_slice(ids));
+        }
+    })
 }
 
 /// The files of one rank's shard of a table.
@@ -289,14 +360,14 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, '_, P> {
         while begin < rows.len() {
             let part = rows.range(begin..rows.len().min(begin + self.next_group_rows));
             let bytes = self.image_bytes()?;
-            let made = self.output.buffer(bytes).and_then(|mut image| match self.format.write(part, &mut image) {
+            let encoded = self.output.buffer(bytes).and_then(|mut image| match self.format.write(part, &mut image) {
                 Ok(file) => Ok((image, file)),
                 Err(error) => {
                     self.output.give_back(image);
                     Err(error)
                 }
             });
-            match made {
+            match encoded {
                 Ok((image, file)) => {
                     self.output.write((self.path)(self.written_files.len()), image, file.bytes as usize)?;
                     self.written_files.push(file);
@@ -307,5 +378,29 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, '_, P> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::TOMBSTONES_PER_FILE;
+    use crate::checkpoint::manifest::manifests::{CheckpointKind, RankShare};
+
+    #[test]
+    fn a_file_with_too_many_tombstones_is_rejected() {
+        let share = |tombstones: usize| -> RankShare {
+            let file = serde_json::json!({"rows": 0, "tombstones": tombstones, "bytes": 1_u64 << 40, "header_crc32c": 0, "checksums_crc32c": 0});
+            let optimizer = serde_json::json!({"name": "sgd", "hyperparameters": {}});
+            let spec = serde_json::json!({
+                "module": "m", "table": "t", "key": 1, "dim": 2, "dtype": "F32", "optimizer": optimizer, "step": 1, "seed": 1,
+                "initializer": {"name": "constant", "value": 0.0}, "total_num_buckets": 7, "missing_read": "initial",
+            });
+            let share =
+                serde_json::json!({"spec": spec, "bucket_begin": 0, "bucket_end": 7, "total_rows": 0, "files": [file]});
+            serde_json::from_value(share).expect("a share")
+        };
+        assert_eq!(share(TOMBSTONES_PER_FILE).check(CheckpointKind::Delta), Ok(()));
+        let rejected = share(TOMBSTONES_PER_FILE + 1).check(CheckpointKind::Delta);
+        assert_eq!(rejected, Err("a file's counts are out of range".into()));
     }
 }

@@ -41,7 +41,7 @@ fn writes_and_reads_that_the_system_cuts_short_are_continued() {
 }
 
 #[test]
-fn non_regular_file_is_refused_at_once() {
+fn non_regular_file_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let (pipe, inner, file) = (dir.path().join("pipe"), dir.path().join("inner"), dir.path().join("file"));
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
@@ -67,7 +67,7 @@ fn non_regular_file_is_refused_at_once() {
 }
 
 #[test]
-fn engine_of_another_process_is_refused() {
+fn engine_of_another_process_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let mut engine = PsyncEngine::default();
     engine.files.process = 1;
@@ -81,4 +81,31 @@ fn engine_of_another_process_is_refused() {
     let read = IoReadRequest { file, offset: 0, len: 1 };
     engine.read_batch(&[read.clone(), read], &mut |_, outcome, _| errors.push(outcome.unwrap_err().kind()));
     assert_eq!(errors, [Kind::State, Kind::State]);
+}
+
+#[test]
+fn a_sector_read_covers_the_fewest_whole_sectors() {
+    let read = SectorRead::new(1000, 308, 512);
+    assert_eq!((read.start, read.span, read.skip), (512, 1024, 488));
+    let read = SectorRead::new(1024, 512, 512);
+    assert_eq!((read.start, read.span, read.skip), (1024, 512, 0));
+    let read = SectorRead::new(7, 3, 1);
+    assert_eq!((read.start, read.span, read.skip), (7, 3, 0));
+}
+
+#[test]
+fn a_partial_read_continues_to_the_last_requested_byte() {
+    let mut read = SectorRead::new(1000, 3000, 512);
+    assert_eq!(read.advance(700), SectorReadStep::More);
+    assert_eq!(read.bytes_read, 512, "a part of a sector is read again");
+    assert_eq!(read.advance(512), SectorReadStep::More);
+    assert_eq!(read.advance(488 + 3000 - 1024), SectorReadStep::Done, "the rest of the last sector is not needed");
+}
+
+#[test]
+fn a_read_without_progress_is_past_the_end() {
+    let mut read = SectorRead::new(0, 1024, 512);
+    assert_eq!(read.advance(600), SectorReadStep::More);
+    assert_eq!(read.advance(88), SectorReadStep::Short);
+    assert_eq!(SectorRead::new(0, 1, 1).advance(0), SectorReadStep::Short);
 }

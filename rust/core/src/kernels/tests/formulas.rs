@@ -119,7 +119,7 @@ fn pooled_forward_agrees_with_the_reference() {
 }
 
 #[test]
-fn sequence_forward_copies_rows_and_what_is_absent() {
+fn sequence_forward_copies_rows_and_missing_values() {
     for dim in DIMS {
         let table = KernelTable::new(OptimizerKind::Adam.layout(dim), 40, 1);
         let rows = table.values();

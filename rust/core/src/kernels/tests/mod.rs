@@ -5,7 +5,7 @@ use super::forward::PooledForward;
 use super::*;
 use crate::config::OptimizerKind;
 use crate::rows::{RowArena, RowLayout};
-use crate::simd::InstructionSet;
+use crate::runtime::simd::InstructionSet;
 use crate::types::{CacheSlot, NO_SLOT, hash_id};
 
 mod bits;

@@ -61,7 +61,7 @@ fn loom_no_row_is_taken_out_while_planners_use_it() {
 
 /// A planner and an evictor that keep the slot they won never both win it.
 #[test]
-fn loom_planner_and_evictor_never_both_win() {
+fn loom_a_planner_and_an_evictor_never_both_win() {
     loom::model(|| {
         let slot = Slot::new();
         let planner = {
@@ -90,7 +90,7 @@ fn loom_two_evictors_never_hold_one_slot() {
 }
 
 #[test]
-fn loom_exactly_one_of_two_who_unpin_hears_that_it_was_last() {
+fn loom_exactly_one_of_two_unpins_is_the_last() {
     loom::model(|| {
         let slot = Slot::new();
         assert!(slot.pins.pin(0) && slot.pins.pin(0));

@@ -21,9 +21,9 @@ use std::num::NonZeroU64;
 use std::path::Path;
 
 use crate::error::{Error, Result};
-use crate::prefetch::prefetch;
-use crate::ssd::format::head::RecordMaxima;
-use crate::ssd::format::words::{le_u32, le_u64};
+use crate::runtime::simd::prefetch;
+use crate::ssd::bucket_sort::bucket_sort;
+use crate::ssd::format::record::{RecordMaxima, le_u32, le_u64};
 use crate::types::{Id, hash_id};
 
 const TRAILER_MAGIC: &[u8; 8] = b"EMBCFOOT";
@@ -258,8 +258,7 @@ fn entry_number(ordered: u64) -> usize {
 }
 
 /// Returns the numbers of entries by ascending keys; `None` if there are too few to be worth it or too many, or if the
-/// allocation fails. Hashes are evenly distributed, so nearly all of the work is putting each number into its bucket of
-/// one or two.
+/// allocation fails. A bucket has one or two.
 fn sorted_order(entries: &[FooterEntry]) -> Option<Vec<u64>> {
     let buckets = entries.len().next_power_of_two();
     if buckets < 64 || entries.len() > 1 << NUMBER_BITS {
@@ -271,33 +270,16 @@ fn sorted_order(entries: &[FooterEntry]) -> Option<Vec<u64>> {
     order.resize(entries.len(), 0);
     ends.resize(buckets, 0);
     let bits = buckets.trailing_zeros();
-    let bucket = |hash: u64| (hash >> (u64::BITS - bits)) as usize;
-    for entry in entries {
-        ends[bucket(hash_id(entry.id))] += 1;
-    }
-    let mut before = 0;
-    for end in &mut ends {
-        before += std::mem::replace(end, before);
-    }
-    // At first these are starts. Each moves to its end as the bucket fills.
-    for (number, entry) in entries.iter().enumerate() {
+    let items = entries.iter().enumerate().map(|(number, entry)| {
         let hash = hash_id(entry.id);
-        let end = &mut ends[bucket(hash)];
-        order[*end as usize] = hash << bits >> NUMBER_BITS << NUMBER_BITS | number as u64;
-        *end += 1;
-    }
-    let mut start = 0;
-    for end in ends {
-        let in_bucket = &mut order[start..end as usize];
-        if in_bucket.len() > 1 {
-            // The bits of the hash decide, except for duplicate ids and a few others.
-            in_bucket.sort_unstable_by(|a, b| {
-                let bits = (a >> NUMBER_BITS).cmp(&(b >> NUMBER_BITS));
-                bits.then_with(|| entries[entry_number(*a)].key().cmp(&entries[entry_number(*b)].key()))
-            });
-        }
-        start = end as usize;
-    }
+        let ordered = hash << bits >> NUMBER_BITS << NUMBER_BITS | number as u64;
+        ((hash >> (u64::BITS - bits)) as usize, ordered)
+    });
+    bucket_sort(items, &mut ends, &mut order, |a, b| {
+        // The bits of the hash decide, except for duplicate ids and a few others.
+        let by_bits = (a >> NUMBER_BITS).cmp(&(b >> NUMBER_BITS));
+        by_bits.then_with(|| entries[entry_number(*a)].key().cmp(&entries[entry_number(*b)].key()))
+    });
     Some(order)
 }
 

@@ -4,11 +4,10 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{_mm512_cmplt_epu64_mask, _mm512_loadu_si512, _mm512_set1_epi64};
 
-use super::location::RecordLocation;
 use super::pages::{EMPTY, PAGE_ENTRIES};
-use super::{LOCATION_BITS, LOCATION_MASK, PREFETCH_DISTANCE, TagIndex};
-use crate::prefetch::prefetch;
-use crate::simd::InstructionSet;
+use super::{LOCATION_BITS, LOCATION_MASK, PREFETCH_DISTANCE, RecordLocation, TagIndex};
+use crate::runtime::simd::InstructionSet;
+use crate::runtime::simd::prefetch;
 use crate::types::{Id, hash_id};
 
 /// Entries of a CPU cache line, which are compared together.

@@ -7,10 +7,10 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};
 
-use super::location::RecordLocation;
-use super::prints::secret;
+use super::RecordLocation;
+use super::fingerprint::secret;
 use crate::error::Result;
-use crate::memory;
+use crate::runtime::memory;
 use crate::types::{Id, hash_id};
 
 /// Number of maps if there are more ids than [`SINGLE_MAP_IDS`].

@@ -1,8 +1,8 @@
 //! The memory of an index's entries: pages of one pool, so that growing does not fragment the heap.
 
 use crate::error::Result;
-use crate::mapping::ZeroedSlice;
-use crate::prefetch::prefetch;
+use crate::runtime::mapping::ZeroedSlice;
+use crate::runtime::simd::prefetch;
 
 /// No entry. It is larger than every entry, because no location has all bits set.
 pub(super) const EMPTY: u64 = u64::MAX;

@@ -209,7 +209,7 @@ proptest! {
 
 proptest! {
     #[test]
-    fn filled_from_sorted_ids_it_is_the_index_that_inserting_makes(
+    fn bulk_build_equals_inserting(
         sub_table_bits in 0_u32..3,
         tag_bits in prop_oneof![1_u32..10, Just(24)],
         ids in prop::collection::btree_set(any::<i64>(), 0..3000),
@@ -246,7 +246,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn entries_that_were_reserved_take_no_more_from_the_system(before in 0_usize..60_000, more in 1_usize..60_000, salt: u64) {
+    fn reserved_inserts_allocate_nothing(before in 0_usize..60_000, more in 1_usize..60_000, salt: u64) {
         let mut index = TagIndex::new(24);
         for number in 0..before as u64 {
             index.insert((number ^ salt) as i64, at(number));

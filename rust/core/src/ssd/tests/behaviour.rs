@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use super::*;
 use crate::error::Kind;
 use crate::io::MemoryEngine;
-use crate::ssd::format::head::RecordMaxima;
-use crate::ssd::segment::buffer::{BLOCK_BYTES, WriteBufferPool};
-use crate::ssd::tier::streams::SegmentStream;
+use crate::ssd::format::record::RecordMaxima;
+use crate::ssd::segment::write_buffer::{BLOCK_BYTES, WriteBufferPool};
+use crate::ssd::store::state::SegmentStream;
 
 #[test]
 fn rows_are_found_before_and_after_they_are_written() {
@@ -101,11 +101,11 @@ fn tombstones_are_pruned_without_dead_records() {
     let (tier, _) = open_tuned(&engine, &config(256 << 10, ReopenMode::Never), TINY).unwrap();
     let rows = |ids: std::ops::Range<Id>| ids.map(|id| SsdTestRow::new(id, 1)).collect::<Vec<_>>();
     append(&tier, &rows(0..200), |_| false).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     tier.remove(&(0..200).collect::<Vec<Id>>()).unwrap();
     for token in 2..5 {
         append(&tier, &rows(token as Id * 1000..token as Id * 1000 + 10), |_| false).unwrap();
-        tier.publish(token, StateCounters::default()).unwrap();
+        tier.publish(Some(token), StateCounters::default(), Vec::new()).unwrap();
     }
     assert!(tier.inner.view().segments().tombstones().segments == 0);
     assert_eq!(scan(&tier).unwrap().len(), 30);
@@ -177,7 +177,7 @@ fn published_rows() -> (MemoryEngine, Vec<SsdTestRow>) {
     append(&tier, &rows(&newer, 2), |_| true).unwrap();
     let (gone, mut left): (Vec<Id>, Vec<Id>) = ids.into_iter().partition(|id| id % 10 == 0);
     tier.remove(&gone).unwrap();
-    tier.publish(1, StateCounters::default()).unwrap();
+    tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
     tier.close().unwrap();
     left.sort_unstable();
     (memory, left.into_iter().map(|id| SsdTestRow::new(id, version(id))).collect())

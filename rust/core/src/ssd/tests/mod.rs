@@ -1,12 +1,12 @@
 //! Tests of the tier with small segments, buffers and tags, over engines in memory.
 
 mod behaviour;
-mod burial;
+mod expiry;
 mod model;
 
 use std::sync::Arc;
 
-use super::resume::open::{self as opening, SsdTuning};
+use super::recover::open::{self as opening, SsdTuning};
 use super::{ShardIdentity, SsdTier, StateCounters};
 use crate::config::{OptimizerKind, ReopenMode, SsdConfig};
 use crate::error::Result;

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::Kind;
 use crate::io::MemoryEngine;
-use crate::ssd::work::compact;
+use crate::ssd::ops::compaction;
 use crate::ssd::{RowExpiryPredicate, SsdExpiryCursor, SsdExpiryRule};
 
 const IDS: Id = 400;
@@ -159,10 +159,10 @@ impl SsdModel {
             SsdModelOp::Publish => {
                 self.commit_id += 1 + self.commit_id % 3;
                 let counters = StateCounters { step: self.commit_id * 10, epoch: self.version };
-                self.tier().publish(self.commit_id, counters).unwrap();
+                self.tier().publish(Some(self.commit_id), counters, Vec::new()).unwrap();
                 self.states.push((self.commit_id, self.rows.clone(), counters));
             }
-            SsdModelOp::Compact => while compact::compact_one(&self.tier().inner) {},
+            SsdModelOp::Compact => while compaction::compact_one(&self.tier().inner) {},
             SsdModelOp::Scan => {
                 let expected: Vec<SsdTestRow> = self.rows.values().cloned().collect();
                 assert_eq!(scan(self.tier()).unwrap(), expected);
@@ -173,7 +173,7 @@ impl SsdModel {
             }
             SsdModelOp::Evict { rows, keep_multiples_of } => {
                 let keep = |id: Id| id % keep_multiples_of == 0;
-                let gone = self.tier().evict(rows, &keep).unwrap();
+                let gone = self.tier().evict(rows, &keep, None).unwrap();
                 let could = self.rows.keys().filter(|id| !keep(**id)).count() as u64;
                 assert_eq!(gone.len() as u64, rows.min(could));
                 for id in gone {
@@ -229,19 +229,19 @@ impl SsdModel {
     fn expire(&mut self, under_way: &mut SsdModelExpiry, most: usize) -> bool {
         let (cut, keep_multiples_of) = (under_way.last_step, under_way.keep_multiples_of);
         let rule: Option<&RowExpiryPredicate<'_>> = under_way.by_row.then_some(&is_expired_by_rule);
-        let dying = SsdExpiryRule { last_step: cut, row_predicate: rule };
+        let rule = SsdExpiryRule { last_step: cut, row_predicate: rule };
         let keep = |id: Id| id % keep_multiples_of == 0;
-        let buried = self.tier().expire(&mut under_way.cursor, &dying, &keep, most).unwrap();
-        assert!(buried.rows.len() <= most);
-        for (id, epoch) in buried.rows {
+        let expired = self.tier().expire(&mut under_way.cursor, &rule, &keep, most, None).unwrap();
+        assert!(expired.rows.len() <= most);
+        for (id, epoch) in expired.rows {
             let row = self.rows.remove(&id).expect("a row goes once");
             assert!(under_way.expires(&row) && row.header.modified_epoch == epoch, "{row:?} was not to go");
         }
-        if buried.finished {
+        if expired.finished {
             let left: Vec<&SsdTestRow> = self.rows.values().filter(|row| under_way.expires(row)).collect();
             assert!(left.is_empty(), "{left:?} were to go");
         }
-        buried.finished
+        expired.finished
     }
 
     fn crash(&mut self, power: Option<u64>, older: bool) {
@@ -310,7 +310,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 4000, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_tier_behaves_as_a_map_through_any_operations_and_deaths(ops in prop::collection::vec(op(), 1..60)) {
+    fn tier_behaves_as_a_map_through_operations_and_crashes(ops in prop::collection::vec(op(), 1..60)) {
         let mut world = SsdModel::new(640 << 10, SMALL);
         for op in &ops {
             world.run(op);

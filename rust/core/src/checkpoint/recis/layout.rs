@@ -1,0 +1,414 @@
+//! Names and formats of the files of RecIS-format saves.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde::ser::{SerializeMap as _, Serializer};
+use serde_json::ser::PrettyFormatter;
+
+use crate::checkpoint::directory::CheckpointDirectory;
+use crate::checkpoint::manifest::latest::CheckpointName;
+use crate::error::{Error, Kind, Result};
+use crate::io::{ALIGNMENT, IoEngine, IoFile, IoOpenMode};
+
+/// The file that names the latest complete save.
+pub(crate) const LATEST_FILE: &str = "LATEST.blocks";
+/// The file by which other shards recognize the save to join.
+pub(crate) const BEGUN_FILE: &str = "begun.json";
+/// RecIS index from blocks to files.
+pub(crate) const INDEX_FILE: &str = "index";
+/// RecIS names of blocks.
+pub(crate) const NAMES_FILE: &str = "tensorkey.json";
+/// Larger manifests are rejected before they are read.
+pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+/// Bytes per element of each safetensors dtype.
+const ELEMENT_BYTES: [(&str, u64); 16] = [
+    ("F64", 8),
+    ("I64", 8),
+    ("U64", 8),
+    ("C64", 8),
+    ("F32", 4),
+    ("I32", 4),
+    ("U32", 4),
+    ("F16", 2),
+    ("BF16", 2),
+    ("I16", 2),
+    ("U16", 2),
+    ("I8", 1),
+    ("U8", 1),
+    ("BOOL", 1),
+    ("F8_E4M3", 1),
+    ("F8_E5M2", 1),
+];
+/// Name prefix, before a number, of zero tensors used as padding. If a tensor has this prefix, `_` is prepended until
+/// none has it.
+const PAD: &str = "__pad.";
+
+/// One of the shards that save tables together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RecisShard {
+    /// Index of the shard, from 0.
+    pub index: u32,
+    /// Number of shards.
+    pub count: u32,
+}
+
+impl RecisShard {
+    /// File name of the shard's manifest.
+    pub(crate) fn manifest_file(self) -> String {
+        format!("shard-{:06}-of-{:06}.json", self.index, self.count)
+    }
+
+    /// Name of the file that a process locks while it saves the shard.
+    pub(crate) fn lock_file(self) -> String {
+        format!("shard-{:06}.lock", self.index)
+    }
+
+    /// Name of the shard's checksum file.
+    pub(crate) fn check_file(self) -> String {
+        format!("check-{:06}-of-{:06}.safetensors", self.index, self.count)
+    }
+
+    /// RecIS name of data file `file`. A shard has at most `parallel` data files.
+    pub(crate) fn data_file(self, file: u32, parallel: u32) -> String {
+        let (index, parallel) = (u64::from(self.index), u64::from(parallel));
+        format!(
+            "model-{:06}-of-{:06}.safetensors",
+            index * parallel + u64::from(file),
+            parallel * u64::from(self.count)
+        )
+    }
+
+    /// RecIS name of a table's block in its file.
+    pub(crate) fn part_name(self, table: &str, slot: &str) -> String {
+        format!("{table}.{slot}/part_{}_{}", self.index, self.count)
+    }
+
+    /// All shards of the save.
+    pub(crate) fn all(self) -> impl Iterator<Item = Self> {
+        (0..self.count).map(move |index| Self { index, ..self })
+    }
+}
+
+/// Name of a save's directory: a sequence number that grows with every save to the path, and a random part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct RecisSaveName(pub(crate) CheckpointName);
+
+impl RecisSaveName {
+    /// The sequence number.
+    pub(crate) fn seq(self) -> u64 {
+        self.0.seq
+    }
+
+    /// The save's directory.
+    pub(crate) fn dir(self, root: &CheckpointDirectory) -> CheckpointDirectory {
+        root.subdirectory(self)
+    }
+}
+
+impl fmt::Display for RecisSaveName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "blocks-{}", self.0)
+    }
+}
+
+impl FromStr for RecisSaveName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let name = text.strip_prefix("blocks-").and_then(|rest| rest.parse().ok());
+        name.map(Self).ok_or_else(|| Error::new(Kind::Input, format!("{text:?} is not the name of a block-level save")))
+    }
+}
+
+/// Returns the saves in a directory, complete or not, oldest first.
+pub(crate) fn list_saves(root: &CheckpointDirectory) -> Result<Vec<RecisSaveName>> {
+    let mut found: Vec<RecisSaveName> = root.list_names()?;
+    found.sort_unstable();
+    Ok(found)
+}
+
+/// Contents of `LATEST.blocks`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LatestRecisSave {
+    pub(crate) name: RecisSaveName,
+    /// CRC-32C of the save's manifest.
+    pub(crate) manifest_crc32c: u32,
+}
+
+impl LatestRecisSave {
+    /// Returns the latest complete save; `None` if there is none.
+    pub(crate) fn find(root: &CheckpointDirectory) -> Result<Option<Self>> {
+        let path = root.join(LATEST_FILE);
+        if !root.has(LATEST_FILE)? {
+            return Ok(None);
+        }
+        let bytes = read_small(root.engine(), &path, 256)?;
+        let parse = |line: &str| {
+            let (name, checksum) = line.split_once(' ')?;
+            let manifest_crc32c = u32::from_str_radix(checksum, 16).ok()?;
+            let latest = Self { name: name.parse().ok()?, manifest_crc32c };
+            (latest.to_string() == line).then_some(latest)
+        };
+        let latest = read_utf8_line(&bytes).and_then(parse);
+        latest.map(Some).ok_or_else(|| {
+            let found = String::from_utf8_lossy(&bytes[..bytes.len().min(80)]).into_owned();
+            Error::corruption(&path, 0, "the line", "the name of a save and a checksum", format!("{found:?}"))
+        })
+    }
+}
+
+impl fmt::Display for LatestRecisSave {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:08x}", self.name, self.manifest_crc32c)
+    }
+}
+
+/// A tensor in a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RecisTensor {
+    pub(crate) name: String,
+    /// Dtype by its safetensors name.
+    pub(crate) dtype: String,
+    pub(crate) shape: Vec<u64>,
+    /// Bytes per element.
+    pub(crate) width: u64,
+    /// Bytes of all elements.
+    pub(crate) bytes: u64,
+}
+
+impl RecisTensor {
+    /// Returns a message if the dtype is unknown or the tensor is too large.
+    pub(crate) fn new(name: String, dtype: &str, shape: Vec<u64>) -> Result<Self, String> {
+        let width = ELEMENT_BYTES.iter().find(|(known, _)| *known == dtype).map(|(_, width)| *width);
+        let width = width.ok_or_else(|| format!("{name:?} is of the type {dtype:?}, which is not known"))?;
+        let elements = shape.iter().try_fold(1_u64, |all, &length| all.checked_mul(length));
+        let bytes = elements.and_then(|elements| elements.checked_mul(width)).filter(|&bytes| bytes < 1 << 62);
+        let bytes = bytes.ok_or_else(|| format!("{name:?} of shape {shape:?} is larger than any file"))?;
+        Ok(Self { name, dtype: dtype.to_owned(), shape, width, bytes })
+    }
+}
+
+/// Alignment of tensors: each at a page boundary after zero padding, or directly after the previous tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TensorSpacing {
+    Pages,
+    Packed,
+}
+
+/// The layout of a file. The widest dtypes come first, so that each tensor is aligned to its element size.
+#[derive(Debug)]
+pub(crate) struct RecisFileLayout {
+    /// First bytes of the file, in whole pages.
+    pub(crate) header: Vec<u8>,
+    /// Offset of each tensor in the file.
+    starts: HashMap<String, u64>,
+    /// Length of the file.
+    pub(crate) bytes: u64,
+}
+
+impl RecisFileLayout {
+    /// Lays out a file with these tensors; returns a message if there is no such layout.
+    pub(crate) fn new(tensors: &[&RecisTensor], spacing: TensorSpacing) -> Result<Self, String> {
+        let mut ordered = tensors.to_vec();
+        ordered.sort_by_key(|tensor| std::cmp::Reverse(tensor.width)); // stable
+        let mut pad = PAD.to_owned();
+        while ordered.iter().any(|tensor| tensor.name.starts_with(&pad)) {
+            pad.insert(0, '_');
+        }
+        let paddings: Vec<[u64; 1]> = ordered.iter().map(|tensor| [whole_pages(tensor.bytes) - tensor.bytes]).collect();
+        let (mut described, mut offsets, mut at) = (Vec::new(), HashMap::new(), 0_u64);
+        for (number, (tensor, zeros)) in ordered.iter().zip(&paddings).enumerate() {
+            let end =
+                at.checked_add(tensor.bytes).filter(|&end| end < 1 << 62).ok_or("a file is larger than any is")?;
+            if offsets.insert(tensor.name.clone(), at).is_some() {
+                return Err(format!("two blocks of one file are called {:?}", tensor.name));
+            }
+            let entry = TensorHeaderEntry { dtype: &tensor.dtype, shape: &tensor.shape, data_offsets: [at, end] };
+            described.push((tensor.name.clone(), entry));
+            at = end;
+            if spacing == TensorSpacing::Pages && zeros[0] > 0 {
+                let entry = TensorHeaderEntry { dtype: "U8", shape: zeros, data_offsets: [at, at + zeros[0]] };
+                described.push((format!("{pad}{number}"), entry));
+                at += zeros[0];
+            }
+        }
+        let text = serde_json::to_vec(&OrderedFields(&described)).map_err(|error| error.to_string())?;
+        let length = whole_pages(8 + text.len() as u64);
+        let mut header = (length - 8).to_le_bytes().to_vec();
+        header.extend_from_slice(&text);
+        header.resize(length as usize, b' ');
+        let starts = offsets.into_iter().map(|(name, offset)| (name, length + offset)).collect();
+        Ok(Self { header, starts, bytes: length + at })
+    }
+
+    /// Offset of a tensor in the file.
+    pub(crate) fn start(&self, tensor: &RecisTensor) -> u64 {
+        self.starts[&tensor.name]
+    }
+
+    /// Returns the contents of a small file with the given tensor data.
+    pub(crate) fn image<'a>(&self, data: impl Iterator<Item = (&'a RecisTensor, &'a [u8])>) -> Vec<u8> {
+        let mut image = vec![0; self.bytes as usize];
+        image[..self.header.len()].copy_from_slice(&self.header);
+        for (tensor, bytes) in data {
+            let start = self.start(tensor) as usize;
+            image[start..start + bytes.len()].copy_from_slice(bytes);
+        }
+        image
+    }
+
+    /// Opens a file, which must have exactly this layout.
+    pub(crate) fn open(&self, engine: &dyn IoEngine, path: &Path) -> Result<Arc<dyn IoFile>> {
+        let file = open_file(engine, path)?;
+        let len = file.len()?;
+        if len != self.bytes {
+            return Err(Error::corruption(path, 0, "the file's length", self.bytes, len));
+        }
+        let mut header = vec![0; self.header.len()];
+        file.read_at(0, &mut header)?;
+        self.check_header(path, &header)?;
+        Ok(file)
+    }
+
+    /// Reads an entire small file, which must have the length of this layout.
+    pub(crate) fn read(&self, engine: &dyn IoEngine, path: &Path) -> Result<Vec<u8>> {
+        let len = open_file(engine, path)?.len()?;
+        if len != self.bytes {
+            return Err(Error::corruption(path, 0, "the file's length", self.bytes, len));
+        }
+        read_small(engine, path, self.bytes)
+    }
+
+    /// Returns `Corruption` unless `found` starts with this header.
+    pub(crate) fn check_header(&self, path: &Path, found: &[u8]) -> Result<()> {
+        if found.starts_with(&self.header) {
+            return Ok(());
+        }
+        Err(Error::corruption(path, 0, "the header", "that of the manifest's counts", "another"))
+    }
+}
+
+/// A tensor entry of the header.
+#[derive(Serialize)]
+struct TensorHeaderEntry<'a> {
+    dtype: &'a str,
+    shape: &'a [u64],
+    data_offsets: [u64; 2],
+}
+
+/// Serializes as a JSON object with its fields in list order.
+pub(crate) struct OrderedFields<'a, V>(pub(crate) &'a [(String, V)]);
+
+impl<V: Serialize> Serialize for OrderedFields<'_, V> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        self.0.iter().try_for_each(|(name, value)| map.serialize_entry(name, value))?;
+        map.end()
+    }
+}
+
+/// Rounds up to a multiple of a page.
+pub(crate) fn whole_pages(bytes: u64) -> u64 {
+    bytes.next_multiple_of(ALIGNMENT as u64)
+}
+
+/// Opens a regular file of a complete save. Returns `Corruption` if it is missing or not a regular file.
+pub(crate) fn open_file(engine: &dyn IoEngine, path: &Path) -> Result<Arc<dyn IoFile>> {
+    engine.open(path, IoOpenMode::Read).map_err(|error| match error.errno() {
+        Some(libc::ENOENT) => Error::corruption(path, 0, "what is there", "a file", "nothing"),
+        Some(libc::ENXIO) => Error::corruption(path, 0, "what is there", "a regular file", "a socket or a pipe"),
+        _ => error,
+    })
+}
+
+/// Reads an entire file of at most `limit` bytes.
+pub(crate) fn read_small(engine: &dyn IoEngine, path: &Path, limit: u64) -> Result<Vec<u8>> {
+    let file = open_file(engine, path)?;
+    let len = file.len()?;
+    if len > limit {
+        return Err(Error::corruption(path, 0, "the file's length", format!("at most {limit}"), len));
+    }
+    let mut bytes = vec![0; len as usize];
+    file.read_at(0, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// Reads a manifest whose checksum is `expected`.
+pub(crate) fn read_checked(engine: &dyn IoEngine, path: &Path, expected: u32) -> Result<Vec<u8>> {
+    let bytes = read_small(engine, path, MAX_MANIFEST_BYTES)?;
+    check_crc(path, &bytes, expected)?;
+    Ok(bytes)
+}
+
+/// Returns `Corruption` unless the CRC-32C of `bytes`, the entire file, is `expected`.
+pub(crate) fn check_crc(path: &Path, bytes: &[u8], expected: u32) -> Result<()> {
+    let found = crc32c::crc32c(bytes);
+    if found == expected { Ok(()) } else { Err(Error::corruption(path, 0, "the checksum", expected, found)) }
+}
+
+/// Decodes a file of one line and strips its newline.
+fn read_utf8_line(bytes: &[u8]) -> Option<&str> {
+    std::str::from_utf8(bytes).ok()?.strip_suffix('\n')
+}
+
+/// Formats a manifest: JSON with one blank per level and a final newline.
+pub(crate) fn render(value: &impl Serialize) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let mut json = serde_json::Serializer::with_formatter(&mut bytes, PrettyFormatter::with_indent(b" "));
+    value
+        .serialize(&mut json)
+        .map_err(|error| Error::new(Kind::Input, format!("cannot write the manifest as JSON: {error}")))?;
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(name: &str, dtype: &str, shape: &[u64]) -> RecisTensor {
+        RecisTensor::new(name.into(), dtype, shape.to_vec()).unwrap()
+    }
+
+    #[test]
+    fn wide_elements_come_first_and_each_tensor_starts_at_a_page() {
+        let tensors = [tensor("b", "BOOL", &[7]), tensor("w", "F32", &[3, 2]), tensor("i", "I64", &[1])];
+        let all: Vec<&RecisTensor> = tensors.iter().collect();
+        let layout = RecisFileLayout::new(&all, TensorSpacing::Pages).unwrap();
+        let starts: Vec<u64> = tensors.iter().map(|tensor| layout.start(tensor)).collect();
+        assert_eq!(starts, [3 * 4096, 2 * 4096, 4096]);
+        assert_eq!(layout.bytes, 4 * 4096);
+        let close = RecisFileLayout::new(&all, TensorSpacing::Packed).unwrap();
+        assert_eq!(tensors.each_ref().map(|tensor| close.start(tensor)), [4096 + 8 + 24, 4096 + 8, 4096]);
+    }
+
+    #[test]
+    fn a_header_lists_tensors_and_padding_in_file_order() {
+        let tensors = [tensor("__pad.x", "U8", &[1]), tensor("w", "F32", &[])];
+        let layout = RecisFileLayout::new(&tensors.iter().collect::<Vec<_>>(), TensorSpacing::Pages).unwrap();
+        let text = std::str::from_utf8(&layout.header[8..]).unwrap();
+        assert_eq!(
+            text.trim_end(),
+            r#"{"w":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"___pad.0":{"dtype":"U8","shape":[4092],"data_offsets":[4,4096]},"#
+                .to_owned()
+                + r#""__pad.x":{"dtype":"U8","shape":[1],"data_offsets":[4096,4097]},"___pad.1":{"dtype":"U8","shape":[4095],"data_offsets":[4097,8192]}}"#
+        );
+        assert_eq!(layout.header[..8], (4096_u64 - 8).to_le_bytes());
+    }
+
+    #[test]
+    fn tensors_that_no_file_can_hold_are_rejected() {
+        assert!(RecisTensor::new("a".into(), "F31", vec![]).is_err());
+        assert!(RecisTensor::new("a".into(), "F32", vec![1 << 40, 1 << 40]).is_err());
+        assert!(RecisTensor::new("a".into(), "F32", vec![1 << 61]).is_err());
+        let duplicates = [tensor("a", "U8", &[1]), tensor("a", "F32", &[1])];
+        assert!(RecisFileLayout::new(&duplicates.iter().collect::<Vec<_>>(), TensorSpacing::Packed).is_err());
+        let huge = [tensor("a", "U8", &[(1 << 62) - 1]), tensor("b", "U8", &[(1 << 62) - 1])];
+        assert!(RecisFileLayout::new(&huge.iter().collect::<Vec<_>>(), TensorSpacing::Pages).is_err());
+    }
+}

@@ -1,0 +1,651 @@
+//! The threads of the kernels: one pool for all calls, and work that is divided into parts of equal cost.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::runtime::memory::can_start_threads;
+use crate::runtime::process::{PerProcess, works_alone, works_in_background};
+use crate::runtime::sync::{self, Condvar, lock, wait};
+
+/// The number of parts per thread. With many small parts, a thread that starts late takes few of them.
+const PARTS_PER_THREAD: usize = 16;
+/// With less work than this (in floats accessed) an additional thread costs more time than it saves. Tests run small
+/// work on all requested threads.
+const MINIMUM_COST_PER_THREAD: u64 = if cfg!(test) { 1 } else { 16_384 };
+
+/// Calls `work(from..to)` for ranges that cover `0..items`, on `threads` threads including the caller. `cost_before(i)`
+/// is the cost of the items before `i`; it is non-decreasing. The assignment of ranges to threads is arbitrary, so
+/// results must not depend on it.
+pub(crate) fn parallel_ranges(
+    threads: usize,
+    items: usize,
+    cost_before: impl Fn(usize) -> u64,
+    work: impl Fn(std::ops::Range<usize>) + Sync,
+) {
+    let (total, most) = (cost_before(items), threads);
+    let threads = most.min((total / MINIMUM_COST_PER_THREAD) as usize).min(items);
+    let Some(workers) = (if threads > 1 { workers(threads - 1, most - 1) } else { None }) else {
+        return work(0..items);
+    };
+    let parts = threads * PARTS_PER_THREAD;
+    let mut bounds: Vec<usize> = (0..=parts)
+        .map(|part| first_at_cost(items, (u128::from(total) * part as u128 / parts as u128) as u64, &cost_before))
+        .collect();
+    // The search above stops before zero-cost items at the end.
+    bounds[parts] = items;
+    let next = AtomicUsize::new(0);
+    let take = || {
+        loop {
+            let part = next.fetch_add(1, Ordering::Relaxed);
+            if part >= parts {
+                return;
+            }
+            if bounds[part] < bounds[part + 1] {
+                work(bounds[part]..bounds[part + 1]);
+            }
+        }
+    };
+    workers.run_with_helpers(threads - 1, &take, |ask| {
+        (1..threads).for_each(|_| ask());
+        take();
+    });
+}
+
+/// Runs `producer`, which emits pieces of work, on `threads` threads including the caller. The others process pieces
+/// while this thread continues with `producer`, and it helps them afterwards. All are complete when this returns.
+/// `cost` is the total cost of all pieces, in floats accessed.
+pub(crate) fn parallel_pipeline<T: Send, R>(
+    threads: usize,
+    cost: u64,
+    work: impl Fn(T) + Sync,
+    producer: impl FnOnce(&mut dyn FnMut(T)) -> R,
+) -> R {
+    let most = threads;
+    let threads = most.min((cost / MINIMUM_COST_PER_THREAD) as usize);
+    let Some(workers) = (if threads > 1 { workers(threads - 1, most - 1) } else { None }) else {
+        return producer(&mut |piece| work(piece));
+    };
+    let pieces = Mutex::new(VecDeque::new());
+    let take = || {
+        loop {
+            let next = lock(&pieces).pop_front();
+            let Some(piece) = next else { return };
+            work(piece);
+        }
+    };
+    workers.run_with_helpers(threads - 1, &take, |ask| {
+        let done = producer(&mut |piece| {
+            lock(&pieces).push_back(piece);
+            ask();
+        });
+        take();
+        done
+    })
+}
+
+/// An address at which several threads write, each to other elements.
+pub(crate) struct DisjointPtr<T>(pub(crate) *mut T);
+
+impl<T> DisjointPtr<T> {
+    /// The address of an element.
+    #[allow(clippy::inline_always)] // Used within kernels; see `simd`.
+    #[inline(always)]
+    pub(crate) fn at(&self, index: usize) -> *mut T {
+        self.0.wrapping_add(index)
+    }
+}
+
+// SAFETY: only addresses are shared. Code that writes to them guarantees that no two threads write the same element.
+unsafe impl<T> Sync for DisjointPtr<T> {}
+
+/// The first item before which the total cost is at least `cost`.
+fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -> usize {
+    let (mut low, mut high) = (0, items);
+    while low < high {
+        let middle = usize::midpoint(low, high);
+        if cost_before(middle) < cost {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    low
+}
+
+/// The workers of this process: one pool, which serves every call. A forked child forgets its parent's pool without
+/// dropping it, because that would wait for threads that do not exist in the child.
+static WORKERS: PerProcess<Mutex<Option<Arc<WorkerSet>>>> = PerProcess::new();
+
+/// Returns the workers, `wanted` or more of them unless the OS starts fewer threads; `None` if it starts none. The
+/// caller never requests more than `most`.
+///
+/// A pool that is too small is replaced by one of twice the size, or of `most`. Its threads stop with the last call
+/// that they serve, so there are about as many threads as the largest request of a call.
+fn workers(wanted: usize, most: usize) -> Option<Arc<WorkerSet>> {
+    let mut kept = lock(WORKERS.get(|| Ok(Mutex::default())).ok()?);
+    if kept.as_ref().is_none_or(|pool| pool.size() < wanted)
+        && can_start_threads()
+        && let Some(larger) = build_workers(wanted.next_power_of_two().min(most))
+    {
+        *kept = Some(larger);
+    }
+    kept.clone()
+}
+
+/// Starts a pool of `size` threads. Returns `None` if the OS cannot start threads.
+fn build_workers(size: usize) -> Option<Arc<WorkerSet>> {
+    let (begun, all_begun) = mpsc::channel();
+    let builder = ThreadPoolBuilder::new()
+        .num_threads(size)
+        .thread_name(move |which| format!("embcache-kernel-{which}"))
+        .start_handler(move |_| {
+            let _ = begun.send(());
+        });
+    let pool = builder.build().ok()?;
+    // Wait until all threads have started. A thread needs memory to start, and aborts the process if that fails.
+    for () in all_begun.iter().take(size) {}
+    Some(Arc::new(WorkerSet::new(pool)))
+}
+
+/// The number of threads that the machine runs in parallel. It is cached, because the OS reads files to find it.
+fn machine_threads() -> usize {
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
+/// Runs independent tasks on all of the machine's threads, including the caller. Tasks start in order.
+pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
+    for_each_on(machine_threads(), tasks, work);
+}
+
+/// Runs independent tasks on half of the machine's threads, including the caller. It is used to gather rows for the
+/// disk: this many threads are faster than the disk, and more would mostly wait for the same memory. Tasks start in
+/// order, so that data that the caller has just accessed is still cached.
+pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
+    for_each_on(machine_threads() / 2, tasks, work);
+}
+
+/// Runs independent tasks, which may wait for locks and for foreign code, on `threads` threads including the caller.
+/// Tasks start in order.
+///
+/// All workers may be blocked in such tasks, waiting for a lock that another call's caller holds. That caller then has
+/// no helpers, and does not wait for workers that have not started, so it eventually releases its lock.
+pub(crate) fn for_each_that_waits<T: Send>(threads: usize, tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
+    for_each_on(if works_alone() { 1 } else { threads }, tasks, work);
+}
+
+fn for_each_on<T: Send>(threads: usize, tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
+    let tasks: Vec<T> = tasks.collect();
+    run_tasks(if tasks.len() > 1 { threads } else { 1 }, tasks, work, || ());
+}
+
+/// Runs independent tasks on the machine's threads while this thread runs `caller_work`, after which it helps them.
+pub(crate) fn for_each_alongside<T: Send, R>(
+    tasks: impl Iterator<Item = T>,
+    work: impl Fn(T) + Sync,
+    caller_work: impl FnOnce() -> R,
+) -> R {
+    run_tasks(machine_threads(), tasks.collect(), work, caller_work)
+}
+
+/// Runs independent tasks on `threads` threads including the caller, which runs `caller_work` first. Tasks start in
+/// order.
+fn run_tasks<T: Send, R>(threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync, caller_work: impl FnOnce() -> R) -> R {
+    let helpers = tasks.len().min(threads.saturating_sub(1));
+    let Some(workers) = (if helpers > 0 && !works_in_background() { workers(helpers, threads - 1) } else { None })
+    else {
+        let done = caller_work();
+        tasks.into_iter().for_each(work);
+        return done;
+    };
+    let take = task_loop(tasks, work);
+    workers.run_with_helpers(helpers, &take, |ask| {
+        (0..helpers).for_each(|_| ask());
+        let done = caller_work();
+        take();
+        done
+    })
+}
+
+/// The loop of each thread that takes part in these tasks: it runs one after the other, until none remains.
+fn task_loop<T: Send>(tasks: Vec<T>, work: impl Fn(T) + Sync) -> impl Fn() + Sync {
+    let tasks = Mutex::new(tasks.into_iter());
+    move || {
+        loop {
+            let next = lock(&tasks).next();
+            let Some(task) = next else { return };
+            work(task);
+        }
+    }
+}
+
+/// A pool of threads that help with calls, one call or several at a time. A call does not wait for threads that have
+/// not started.
+///
+/// A pool thread may be busy, or may take long to wake up. So the threads that a call requests enter through a
+/// [`CallLatch`]. When the caller has finished its own part, all work is taken: it closes the latch, and waits only for
+/// the threads inside. A thread that arrives later finds the latch closed and does nothing, as does one that arrives
+/// when the call has its maximum number of helpers.
+struct WorkerSet {
+    threads: ThreadPool,
+}
+
+impl WorkerSet {
+    fn new(threads: ThreadPool) -> Self {
+        Self { threads }
+    }
+
+    /// Number of threads.
+    fn size(&self) -> usize {
+        self.threads.current_num_threads()
+    }
+
+    /// Runs `caller_work`, which receives a function that requests a pool thread to run `work` once. At most `most`
+    /// threads run it at a time. No thread runs it when this returns.
+    ///
+    /// # Panics
+    /// Panics with the panic of `caller_work`, or of a helper thread.
+    fn run_with_helpers<R>(
+        &self,
+        most: usize,
+        work: &(dyn Fn() + Sync),
+        caller_work: impl FnOnce(&dyn Fn()) -> R,
+    ) -> R {
+        let way_in = HelperTask { latch: Arc::new(CallLatch::for_threads(most)), work: HelperWork::of(work) };
+        let open = OpenLatch(&way_in.latch);
+        let done = caller_work(&|| {
+            let way_in = way_in.clone();
+            self.threads.spawn(move || way_in.run());
+        });
+        // The borrow of `work` ends here. No thread uses it afterwards.
+        drop(open);
+        if let Some(panic) = way_in.latch.panic() {
+            resume_unwind(panic);
+        }
+        done
+    }
+}
+
+/// A request to help with one call.
+#[derive(Clone)]
+struct HelperTask {
+    latch: Arc<CallLatch>,
+    work: HelperWork,
+}
+
+impl HelperTask {
+    /// Runs the work, unless its latch is closed or the call has all its helpers.
+    fn run(&self) {
+        // SAFETY: the call borrows the work until its latch is closed and no thread is inside. This runs inside.
+        self.latch.enter(|| unsafe { self.work.run() });
+    }
+}
+
+/// Closes the latch when it is dropped, also by a panic.
+struct OpenLatch<'a>(&'a CallLatch);
+
+impl Drop for OpenLatch<'_> {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// The work of a helper thread.
+#[derive(Clone, Copy)]
+struct HelperWork(*const (dyn Fn() + Sync));
+
+impl HelperWork {
+    fn of(work: &(dyn Fn() + Sync)) -> Self {
+        let work: *const (dyn Fn() + Sync + '_) = work;
+        #[allow(clippy::transmute_ptr_to_ptr)] // A cast may not change the lifetime.
+        // SAFETY: the types differ only in a lifetime, about which a pointer guarantees nothing. `run` states its
+        // requirements.
+        Self(unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(work) })
+    }
+
+    /// # Safety
+    /// The reference passed to `of` is still borrowed.
+    unsafe fn run(self) {
+        // SAFETY: the caller guarantees that the reference behind the pointer is valid.
+        unsafe { (*self.0)() }
+    }
+}
+
+// SAFETY: the referent is `Sync`, so any thread may call it. The caller of `run` guarantees that it is valid.
+unsafe impl Send for HelperWork {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for HelperWork {}
+
+/// The latch of the work of one call.
+struct CallLatch {
+    /// The number of threads that may be inside at a time.
+    most: usize,
+    state: sync::Mutex<LatchState>,
+    empty: Condvar,
+}
+
+#[derive(Default)]
+struct LatchState {
+    is_closed: bool,
+    threads: usize,
+    /// The first panic of a thread inside.
+    panic: Option<Box<dyn Any + Send>>,
+}
+
+impl CallLatch {
+    fn for_threads(most: usize) -> Self {
+        Self { most, state: sync::Mutex::default(), empty: Condvar::default() }
+    }
+
+    /// Runs `work` inside, unless the latch is closed or `most` threads are inside.
+    fn enter(&self, work: impl FnOnce()) {
+        {
+            let mut inside = lock(&self.state);
+            if inside.is_closed || inside.threads >= self.most {
+                return;
+            }
+            inside.threads += 1;
+        }
+        let done = catch_unwind(AssertUnwindSafe(work));
+        let mut inside = lock(&self.state);
+        inside.threads -= 1;
+        if let Err(panic) = done {
+            inside.panic.get_or_insert(panic);
+        }
+        if inside.threads == 0 {
+            self.empty.notify_all();
+        }
+    }
+
+    /// Closes the latch, and waits until no thread is inside.
+    fn close(&self) {
+        let mut inside = lock(&self.state);
+        inside.is_closed = true;
+        while inside.threads > 0 {
+            inside = wait(&self.empty, inside);
+        }
+    }
+
+    /// Returns the panic of a thread that was inside.
+    fn panic(&self) -> Option<Box<dyn Any + Send>> {
+        lock(&self.state).panic.take()
+    }
+}
+
+#[cfg(loom)]
+mod loom_tests {
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// A thread that enters leaves before `close` returns: the work is freed then.
+    #[test]
+    fn loom_no_thread_is_inside_a_closed_latch() {
+        loom::model(|| {
+            let shared = Arc::new((CallLatch::for_threads(2), UnsafeCell::new(1_u64)));
+            let others = [0, 1].map(|_| {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || shared.0.enter(|| shared.1.with(|behind| assert!(!behind.is_null()))))
+            });
+            shared.0.close();
+            shared.1.with_mut(|behind| assert!(!behind.is_null()));
+            for other in others {
+                other.join().expect("no panic");
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_is_assigned_once_for_any_costs() {
+        for threads in [1, 2, 3, 8] {
+            for items in [0, 1, 2, 7, 1000] {
+                for cost in [|_| 1, |item: usize| item as u64, |item: usize| if item == 3 { 1_000_000 } else { 1 }] {
+                    let mut before = vec![0];
+                    before.extend((0..items).scan(0, |sum, item| {
+                        *sum += cost(item);
+                        Some(*sum)
+                    }));
+                    let taken: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
+                    parallel_ranges(
+                        threads,
+                        items,
+                        |item| before[item],
+                        |range| {
+                            for item in range {
+                                taken[item].fetch_add(1, Ordering::Relaxed);
+                            }
+                        },
+                    );
+                    assert!(
+                        taken.iter().all(|count| count.load(Ordering::Relaxed) == 1),
+                        "{threads} threads {items} items"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn pieces_that_are_handed_over_are_done_once_each_by_all_threads() {
+        for (threads, cost) in [(1, 1000), (2, 1000), (4, 1000), (4, 0)] {
+            let done: Vec<AtomicUsize> = (0..300).map(|_| AtomicUsize::new(0)).collect();
+            let given = parallel_pipeline(
+                threads,
+                cost,
+                |piece: usize| {
+                    done[piece].fetch_add(1, Ordering::Relaxed);
+                },
+                |give| {
+                    (0..done.len()).for_each(&mut *give);
+                    done.len()
+                },
+            );
+            assert_eq!(given, done.len());
+            assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{threads} threads");
+        }
+        let inside = std::sync::Barrier::new(2);
+        // The other thread runs one of the pieces while this one waits in another, or in its own work.
+        parallel_pipeline(
+            2,
+            1000,
+            |()| {
+                inside.wait();
+            },
+            |give| {
+                give(());
+                inside.wait();
+            },
+        );
+    }
+
+    #[test]
+    fn a_call_ends_while_workers_wait_for_its_caller() {
+        let mutex = Mutex::new(0);
+        let held = lock(&mutex);
+        let waiting = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for_each_that_waits(4, 0..8, |_| {
+                        waiting.fetch_add(1, Ordering::Relaxed);
+                        *lock(&mutex) += 1;
+                    });
+                });
+            }
+            // Wait for every caller and a worker. Tests that run in parallel may need the other workers at the same
+            // time.
+            while waiting.load(Ordering::Relaxed) < 4 + 1 {
+                std::thread::yield_now();
+            }
+            let done = AtomicUsize::new(0);
+            let count = |range: std::ops::Range<usize>| {
+                done.fetch_add(range.len(), Ordering::Relaxed);
+            };
+            parallel_ranges(4, 100, |item| item as u64, count);
+            for_each_that_waits(4, 0..100, |item| count(item..item + 1));
+            for_each_alongside(0..100, |item| count(item..item + 1), || ());
+            assert_eq!(done.into_inner(), 300);
+            drop(held);
+        });
+        assert_eq!(mutex.into_inner().expect("no panic"), 4 * 8);
+    }
+
+    #[test]
+    fn tasks_of_one_thread_are_done_in_their_order() {
+        let order = Mutex::new(Vec::new());
+        for_each_that_waits(1, 0..5, |task| lock(&order).push(task));
+        assert_eq!(order.into_inner().expect("no panic"), [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn a_thread_does_no_other_task_while_its_task_waits_for_kernels() {
+        thread_local! {
+            static IS_INSIDE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+        }
+        for _ in 0..300 {
+            for_each_that_waits(4, 0..12, |_| {
+                assert!(!IS_INSIDE.replace(true), "a task began within another one on the same thread");
+                let spin =
+                    |range: std::ops::Range<usize>| range.for_each(|_| (0..200).for_each(|_| std::hint::spin_loop()));
+                parallel_ranges(2, 8, |item| item as u64, spin);
+                IS_INSIDE.set(false);
+            });
+        }
+    }
+
+    #[test]
+    fn one_pool_serves_calls_of_all_sizes() {
+        for threads in (2..40).chain((2..40).rev()) {
+            parallel_ranges(threads, 100, |item| item as u64, |_| {});
+            for_each_that_waits(threads, 0..threads, |_| {});
+        }
+        let size = workers(38, 38).expect("threads").size();
+        assert_eq!(workers(1, 1).expect("threads").size(), size, "the pool is kept");
+        assert!(size >= 38, "{size} threads for a call that asked for 38 helpers");
+    }
+
+    #[test]
+    fn work_runs_on_as_many_threads_as_asked() {
+        let inside = std::sync::Barrier::new(3);
+        // No thread passes the barrier before all three have reached it.
+        parallel_ranges(
+            3,
+            3,
+            |item| item as u64,
+            |range| {
+                for _ in range {
+                    inside.wait();
+                }
+            },
+        );
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod worker_tests {
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use rayon::ThreadPoolBuilder;
+
+    use super::*;
+
+    fn workers(threads: usize) -> WorkerSet {
+        WorkerSet::new(ThreadPoolBuilder::new().num_threads(threads).build().expect("threads"))
+    }
+
+    #[test]
+    fn a_call_waits_only_for_workers_that_have_started() {
+        let workers = workers(1);
+        let (begun, rest) = (Barrier::new(2), Barrier::new(2));
+        // The only thread of the set is busy with one call, so the other call is served only by its caller.
+        workers.run_with_helpers(
+            1,
+            &|| {
+                begun.wait();
+                rest.wait();
+            },
+            |ask| {
+                ask();
+                begun.wait();
+                let helped = AtomicUsize::new(0);
+                let help = || {
+                    helped.fetch_add(1, Ordering::Relaxed);
+                };
+                workers.run_with_helpers(1, &help, |ask| (0..5).for_each(|_| ask()));
+                assert_eq!(helped.into_inner(), 0, "nobody was free");
+                rest.wait();
+            },
+        );
+        let ended = AtomicUsize::new(0);
+        for _ in 0..2000 {
+            let entered = AtomicUsize::new(0);
+            let help = || {
+                entered.fetch_add(1, Ordering::Relaxed);
+                std::hint::spin_loop();
+                ended.fetch_add(1, Ordering::Relaxed);
+            };
+            let before = ended.load(Ordering::Relaxed);
+            workers.run_with_helpers(1, &help, |ask| ask());
+            assert_eq!(ended.load(Ordering::Relaxed) - before, entered.into_inner());
+        }
+    }
+
+    #[test]
+    fn a_call_limits_its_helpers() {
+        let workers = workers(8);
+        for _ in 0..200 {
+            let (came, inside, highest) = (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
+            let all = Barrier::new(3);
+            let help = || {
+                highest.fetch_max(inside.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
+                // The first two and the caller meet here. The other threads are rejected in the meantime.
+                if came.fetch_add(1, Ordering::Relaxed) < 2 {
+                    all.wait();
+                }
+                inside.fetch_sub(1, Ordering::Relaxed);
+            };
+            workers.run_with_helpers(2, &help, |ask| {
+                (0..20).for_each(|_| ask());
+                all.wait();
+            });
+            assert_eq!(highest.into_inner(), 2);
+        }
+    }
+
+    #[test]
+    fn panics_of_helpers_and_caller_propagate() {
+        let workers = workers(2);
+        let message = |panic: Box<dyn Any + Send>| panic.downcast_ref::<&str>().copied().unwrap_or_default().to_owned();
+        let begun = Barrier::new(2);
+        let helping = || {
+            workers.run_with_helpers(
+                1,
+                &|| {
+                    begun.wait();
+                    panic!("of who helps")
+                },
+                |ask| {
+                    ask();
+                    begun.wait();
+                },
+            );
+        };
+        assert_eq!(message(catch_unwind(AssertUnwindSafe(helping)).expect_err("a panic")), "of who helps");
+        let calling = || workers.run_with_helpers(1, &|| {}, |_| panic!("of the caller"));
+        assert_eq!(message(catch_unwind(AssertUnwindSafe(calling)).expect_err("a panic")), "of the caller");
+    }
+}

@@ -1,0 +1,94 @@
+//! A host RAM budget shared by the tables of a module.
+
+use crate::runtime::sync::{AtomicU64, Ordering};
+
+/// The part of a module's `host_bytes` that its tables share. Each table also has a fixed part of `host_bytes`. A table
+/// takes the bytes that it needs beyond that part, and returns them after its rows are gone. Bytes are counted by one
+/// atomic, so tables that grow at the same time never wait for each other.
+#[derive(Debug)]
+pub struct SharedBudget {
+    /// Bytes that no table has taken.
+    free: AtomicU64,
+    bytes: u64,
+    host_bytes: u64,
+    tables: u32,
+    gain: f64,
+}
+
+impl SharedBudget {
+    /// Creates a budget of `bytes`, out of the `host_bytes` of a module with `tables` tables. `gain`, above 0 and at
+    /// most 1, is the minimum number of additional bytes that a sharing table can use per byte added to `host_bytes`.
+    pub fn new(bytes: u64, host_bytes: u64, tables: u32, gain: f64) -> Self {
+        Self { free: AtomicU64::new(bytes), bytes, host_bytes, tables: tables.max(1), gain }
+    }
+
+    /// Returns the same budget with no byte taken.
+    #[must_use]
+    pub fn untaken(&self) -> Self {
+        Self::new(self.bytes, self.host_bytes, self.tables, self.gain)
+    }
+
+    /// Total number of bytes, taken or not.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Number of bytes that no table has taken.
+    pub fn free(&self) -> u64 {
+        self.free.load(Ordering::Relaxed)
+    }
+
+    /// The `host_bytes` of the module.
+    pub fn host_bytes(&self) -> u64 {
+        self.host_bytes
+    }
+
+    /// Number of tables that divide the `host_bytes` of the module.
+    pub fn tables(&self) -> u32 {
+        self.tables
+    }
+
+    /// Returns the `host_bytes` with which a table could use `missing` bytes more.
+    pub fn host_bytes_with(&self, missing: u64) -> u64 {
+        // If fixed parts grow too, each is rounded to a byte.
+        let rounded = if self.gain < 1.0 { missing + u64::from(self.tables) } else { missing };
+        self.host_bytes.saturating_add((rounded as f64 / self.gain).ceil() as u64)
+    }
+
+    /// Takes `bytes`, all or none. Returns true if they were taken.
+    pub fn take(&self, bytes: u64) -> bool {
+        let rest = |free: u64| free.checked_sub(bytes);
+        self.free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, rest).is_ok()
+    }
+
+    /// Returns bytes that were taken.
+    pub fn give_back(&self, bytes: u64) {
+        self.free.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_share_budget_exactly_and_returned_bytes_are_free() {
+        let budget = SharedBudget::new(10_003, 30_000, 4, 1.0);
+        let taken = || (0..1000).filter(|_| budget.take(7)).count() as u64 * 7;
+        let all: u64 = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(taken)).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
+        });
+        assert_eq!((all, budget.free()), (10_003, 0));
+        assert!(!budget.take(1) && budget.take(0));
+        budget.give_back(all);
+        assert!(!budget.take(10_004) && budget.free() == 10_003, "all or none");
+        assert!(budget.take(10_003) && budget.untaken().free() == 10_003);
+    }
+
+    #[test]
+    fn the_budget_with_more_bytes_counts_what_other_tables_get_of_them() {
+        assert_eq!(SharedBudget::new(10, 1000, 2, 1.0).host_bytes_with(100), 1100);
+        assert_eq!(SharedBudget::new(10, 1000, 2, 0.5).host_bytes_with(100), 1204);
+    }
+}

@@ -1,0 +1,54 @@
+//! Sorts items whose keys are evenly distributed, such as hashes: nearly all of the work is putting each item into its
+//! bucket.
+
+use std::cmp::Ordering;
+
+/// Sorts `items`, each with the number of its bucket, into `sorted`, which has their length. Buckets are in ascending
+/// order; `compare` orders the items of one bucket. `ends` has a 0 per bucket.
+#[inline]
+pub(crate) fn bucket_sort<T: Copy>(
+    items: impl Iterator<Item = (usize, T)> + Clone,
+    ends: &mut [u32],
+    sorted: &mut [T],
+    mut compare: impl FnMut(&T, &T) -> Ordering,
+) {
+    for (bucket, _) in items.clone() {
+        ends[bucket] += 1;
+    }
+    let mut before = 0;
+    for end in ends.iter_mut() {
+        before += std::mem::replace(end, before);
+    }
+    // At first these are starts. Each moves to its end as the bucket fills.
+    for (bucket, item) in items {
+        sorted[ends[bucket] as usize] = item;
+        ends[bucket] += 1;
+    }
+    let mut start = 0;
+    for &end in ends.iter() {
+        let in_bucket = &mut sorted[start..end as usize];
+        if in_bucket.len() > 1 {
+            in_bucket.sort_unstable_by(&mut compare);
+        }
+        start = end as usize;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn items_are_sorted_by_bucket_and_then_by_comparison() {
+        for len in [0, 1, 2, 63, 1000] {
+            let items: Vec<u64> = (0..len).map(|at: u64| at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 7).collect();
+            let bits = 57 - 4;
+            let (mut ends, mut sorted) = ([0; 16], vec![0; items.len()]);
+            let bucketed = items.iter().map(|item| ((item >> bits) as usize, *item));
+            bucket_sort(bucketed, &mut ends, &mut sorted, Ord::cmp);
+            let mut expected = items;
+            expected.sort_unstable();
+            assert_eq!(sorted, expected, "{len} items");
+        }
+    }
+}

@@ -1,0 +1,440 @@
+//! Reading checkpoints: loading them into tables, merging them, and reading rows as arrays without a table.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use embcache::checkpoint::{
+    ChainCompaction, ChainReader, CheckpointChain, CheckpointName, DenseExtent, DenseReader, IdHistoryEntry, IdState,
+    LatestCheckpoint, LoadColumns, LoadSegments, OpenCheckpoint, TableRequest, TableSource, copy, make_for_serving,
+    reshard,
+};
+use embcache::lifecycle::CountedId;
+use embcache::rows::RowHeader;
+use embcache::{Error, Kind};
+use numpy::{PyArray1, PyReadwriteArray1};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::buffers::slice_mut;
+use crate::error::{input, to_python};
+use crate::foreign::lock;
+use crate::paths::PyCheckpointDirectory;
+use crate::records::{PyCheckpointCopyReport, PyCheckpointId, PyManifestDigest, PyPublishedCheckpoint, PySavedTable};
+use crate::rows::PyRowBlock;
+use crate::settings::precision_from;
+use crate::table::{PyLinkedSegments, PyTable};
+
+/// Reports the number of additional rows to a rank's progress callback. An exception from it aborts the work.
+fn report_progress(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, rows: u64) -> embcache::Result<()> {
+    let Some(progress) = progress else { return Ok(()) };
+    Python::attach(|py| progress.call1(py, (rows,))).map(|_| ()).map_err(|error| {
+        *raised = Some(error);
+        Error::new(Kind::State, "progress raised an exception")
+    })
+}
+
+/// Opens the checkpoint `latest` of a directory, with its base checkpoints.
+fn open_chain(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str) -> PyResult<CheckpointChain> {
+    let latest: LatestCheckpoint = latest.parse().map_err(to_python)?;
+    py.detach(|| CheckpointChain::open(&directory.inner, latest)).map_err(to_python)
+}
+
+/// One rank's part of merging a chain of deltas.
+#[pyclass(frozen, name = "ChainCompaction", module = "torchrec_embcache._native")]
+pub(crate) struct PyChainCompaction {
+    inner: ChainCompaction,
+}
+
+#[pymethods]
+impl PyChainCompaction {
+    #[staticmethod]
+    #[pyo3(signature = (directory, latest, *, counters=true))]
+    fn open(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str, counters: bool) -> PyResult<Option<Self>> {
+        let latest: LatestCheckpoint = latest.parse().map_err(to_python)?;
+        let inner = py.detach(|| ChainCompaction::open(&directory.inner, latest)).map_err(to_python)?;
+        Ok(inner.map(|inner| Self { inner: if counters { inner } else { inner.without_counts() } }))
+    }
+
+    #[getter]
+    fn id(&self) -> PyCheckpointId {
+        self.inner.chain().identity().into()
+    }
+
+    #[getter]
+    fn next_epoch(&self) -> u32 {
+        self.inner.chain().manifest().next_epoch
+    }
+
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.inner.chain().manifest().tables.iter().map(|entry| entry.total_rows).sum()
+    }
+
+    fn release(&self) {
+        self.inner.chain().release();
+    }
+
+    #[pyo3(signature = (name, rank, world_size, progress=None))]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
+    fn write(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        rank: u32,
+        world_size: u32,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<PyManifestDigest> {
+        let name: CheckpointName = name.parse().map_err(to_python)?;
+        let mut raised = None;
+        let written = py.detach(|| {
+            let mut report = |rows| report_progress(progress.as_ref(), &mut raised, rows);
+            self.inner.write(name, (rank, world_size), &mut report)
+        });
+        raised.map_or(Ok(()), Err)?;
+        written.map(Into::into).map_err(to_python)
+    }
+}
+
+/// A checkpoint with checked manifests, and its base checkpoints.
+#[pyclass(frozen, name = "CheckpointReader", module = "torchrec_embcache._native")]
+pub(crate) struct PyCheckpointReader {
+    inner: CheckpointChain,
+    /// Sources of the tables that `check_table` has checked, by the table's own module and name.
+    sources: Mutex<HashMap<(String, String), TableSource>>,
+    /// Dense state of the latest checkpoint.
+    extents: DenseReader,
+}
+
+#[pymethods]
+impl PyCheckpointReader {
+    #[new]
+    fn new(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str) -> PyResult<Self> {
+        let inner = open_chain(py, directory, latest)?;
+        Ok(Self { extents: inner.links()[0].dense_reader(), inner, sources: Mutex::default() })
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.inner.manifest().name
+    }
+
+    #[getter]
+    fn id(&self) -> PyCheckpointId {
+        self.inner.identity().into()
+    }
+
+    #[getter]
+    fn kind(&self) -> &'static str {
+        self.inner.manifest().kind.name()
+    }
+
+    #[getter]
+    fn chain_names(&self) -> Vec<String> {
+        self.inner.names().map(str::to_owned).collect()
+    }
+
+    #[getter]
+    fn next_epoch(&self) -> u32 {
+        self.inner.manifest().next_epoch
+    }
+
+    fn release(&self) {
+        self.inner.release();
+    }
+
+    fn dense_metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let metadata = py.detach(|| self.inner.links()[0].dense_metadata()).map_err(to_python)?;
+        Ok(metadata.map(|metadata| PyBytes::new(py, &metadata)))
+    }
+
+    fn stream_bytes(&self) -> Vec<u64> {
+        self.extents.stream_bytes()
+    }
+
+    fn read_dense(&self, py: Python<'_>, rank: u32, offset: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
+        let into = slice_mut("into", &mut into)?;
+        let extent = DenseExtent { offset, bytes: into.len() as u64 };
+        py.detach(|| self.extents.read(rank, extent, into)).map_err(to_python)
+    }
+
+    fn tables(&self) -> Vec<PySavedTable> {
+        self.inner.manifest().tables.iter().map(PySavedTable::of).collect()
+    }
+
+    #[pyo3(signature = (module, table, bucket_begin, bucket_end, *, saved=None, segments=false, slots=true))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of one request")]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned strings")]
+    fn check_table(
+        &self,
+        py: Python<'_>,
+        module: String,
+        table: &PyTable,
+        bucket_begin: u32,
+        bucket_end: u32,
+        saved: Option<&PySavedTable>,
+        segments: bool,
+        slots: bool,
+    ) -> PyResult<u64> {
+        let name = table.inner.config().name.clone();
+        let request = TableRequest {
+            module: saved.map_or(&module, |saved| &saved.module),
+            table: saved.map_or(&name, |saved| &saved.table),
+            buckets: bucket_begin..bucket_end,
+            columns: if slots { LoadColumns::All } else { LoadColumns::WithoutSlots },
+            segments: if segments { LoadSegments::Open } else { LoadSegments::Refuse },
+        };
+        py.detach(|| {
+            let source = self.inner.check_table(&table.inner, &request)?;
+            let rows = source.max_rows();
+            lock(&self.sources).insert((module.clone(), name.clone()), source);
+            Ok(rows)
+        })
+        .map_err(to_python)
+    }
+
+    /// Returns the segments from which the table is opened, if `check_table` found them. They are returned once.
+    fn segments(&self, module: String, table: String) -> Option<PyLinkedSegments> {
+        let (mut sources, key) = (lock(&self.sources), (module, table));
+        match sources.remove(&key)? {
+            TableSource::Segments(files, counters, counts, clock, oov_row) => {
+                Some(PyLinkedSegments { files: Arc::new(files), counters, counts, clock, oov_row })
+            }
+            rows @ TableSource::Rows(_) => {
+                sources.insert(key, rows);
+                None
+            }
+        }
+    }
+
+    #[pyo3(signature = (module, table, progress=None))]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
+    fn load_table(
+        &self,
+        py: Python<'_>,
+        module: String,
+        table: &PyTable,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<u64> {
+        let reader = self.rows_of(module, table.inner.config().name.clone())?;
+        let mut raised = None;
+        let loaded = py.detach(|| {
+            reader.load_with(&table.inner, &mut |rows| report_progress(progress.as_ref(), &mut raised, rows))
+        });
+        raised.map_or(Ok(()), Err)?;
+        loaded.map_err(to_python)
+    }
+}
+
+impl PyCheckpointReader {
+    /// Takes the reader of a table's rows that `check_table` prepared.
+    fn rows_of(&self, module: String, table: String) -> PyResult<ChainReader> {
+        let source = lock(&self.sources).remove(&(module, table));
+        match source {
+            Some(TableSource::Rows(reader)) => Ok(reader),
+            _ => Err(to_python(Error::new(Kind::State, "check_table() comes before load_table(), once for each"))),
+        }
+    }
+}
+
+/// Admission counts of some pending ids.
+#[pyclass(frozen, get_all, name = "CountedIds", module = "torchrec_embcache._native")]
+pub(crate) struct PyCountedIds {
+    ids: Py<PyArray1<i64>>,
+    shows: Py<PyArray1<u32>>,
+    clicks: Py<PyArray1<u32>>,
+    is_older: Py<PyArray1<bool>>,
+}
+
+#[pymethods]
+impl PyCountedIds {
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.ids.bind(py).len()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("CountedIds of {} ids", self.__len__(py)?))
+    }
+}
+
+impl PyCountedIds {
+    fn of(py: Python<'_>, pending: &[CountedId]) -> Self {
+        Self {
+            ids: PyArray1::from_iter(py, pending.iter().map(|each| each.id)).unbind(),
+            shows: PyArray1::from_iter(py, pending.iter().map(|each| each.shows)).unbind(),
+            clicks: PyArray1::from_iter(py, pending.iter().map(|each| each.clicks)).unbind(),
+            is_older: PyArray1::from_iter(py, pending.iter().map(|each| each.is_older)).unbind(),
+        }
+    }
+}
+
+/// A sweep that expired a row: its index in the delta, the part of its rule that matched, as JSON, and the row's score
+/// after the sweep's step if the rule uses scores.
+#[pyclass(frozen, get_all, name = "IdExpiry", module = "torchrec_embcache._native")]
+pub(crate) struct PyIdExpiry {
+    sweep: usize,
+    rule: String,
+    score: Option<f32>,
+}
+
+#[pymethods]
+impl PyIdExpiry {
+    fn __repr__(&self) -> String {
+        format!("IdExpiry by sweep {}", self.sweep)
+    }
+}
+
+/// State of an id in one checkpoint.
+#[pyclass(frozen, get_all, name = "IdHistoryEntry", module = "torchrec_embcache._native")]
+pub(crate) struct PyIdHistoryEntry {
+    row: Option<Py<PyRowBlock>>,
+    has_tombstone: bool,
+    count: Option<Py<PyCountedIds>>,
+    sweeps: Vec<Py<PyIdExpiry>>,
+    has_row_now: bool,
+    count_now: Option<Py<PyCountedIds>>,
+}
+
+#[pymethods]
+impl PyIdHistoryEntry {
+    fn __repr__(&self) -> String {
+        let now = if self.has_row_now { "a row" } else { "no row" };
+        format!("IdHistoryEntry with {now}")
+    }
+}
+
+impl PyIdHistoryEntry {
+    fn of(py: Python<'_>, link: IdHistoryEntry) -> PyResult<Self> {
+        let row = link.row.map(|(header, weights)| {
+            let dim = weights.len();
+            Py::new(py, PyRowBlock::of(py, &[header], weights, dim)?)
+        });
+        let count = |count: CountedId| Py::new(py, PyCountedIds::of(py, &[count]));
+        let sweeps = link.expired_by.into_iter().map(|expiry| {
+            let rule = expiry.rule_json().map_err(to_python)?;
+            Py::new(py, PyIdExpiry { sweep: expiry.sweep, rule, score: expiry.score })
+        });
+        Ok(Self {
+            row: row.transpose()?,
+            has_tombstone: link.has_tombstone,
+            count: link.count.map(count).transpose()?,
+            sweeps: sweeps.collect::<PyResult<_>>()?,
+            has_row_now: link.state == IdState::HasRow,
+            count_now: if let IdState::Pending(now) = link.state { Some(count(now)?) } else { None },
+        })
+    }
+}
+
+/// A checkpoint that is read without tables.
+#[pyclass(frozen, name = "CheckpointRows", module = "torchrec_embcache._native")]
+pub(crate) struct PyCheckpointRows {
+    inner: CheckpointChain,
+}
+
+#[pymethods]
+impl PyCheckpointRows {
+    #[new]
+    fn new(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str) -> PyResult<Self> {
+        open_chain(py, directory, latest).map(|inner| Self { inner })
+    }
+
+    /// Allows saves to remove the checkpoint. It must not be read after this call.
+    fn release(&self) {
+        self.inner.release();
+    }
+
+    fn manifest(&self) -> PyResult<String> {
+        let bytes = self.inner.manifest().to_json().map_err(to_python)?;
+        String::from_utf8(bytes).map_err(|error| input(error.to_string()))
+    }
+
+    /// Returns the manifests of the checkpoint and its base checkpoints, latest first.
+    fn chain_manifests(&self) -> PyResult<Vec<String>> {
+        let text = |link: &OpenCheckpoint| {
+            let bytes = link.manifest().to_json().map_err(to_python)?;
+            String::from_utf8(bytes).map_err(|error| input(error.to_string()))
+        };
+        self.inner.links().iter().map(text).collect()
+    }
+
+    /// Passes the rows to `sink` in chunks, each as a `RowBlock`. Then passes the `CountedIds` of each bucket to
+    /// `counts`. Without both, only reads and verifies rows and counts.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
+    #[expect(clippy::too_many_arguments, reason = "they say what is read, and who takes it")]
+    #[pyo3(signature = (module, table, bucket_begin, bucket_end, sink, *, counts=None))]
+    fn read(
+        &self,
+        py: Python<'_>,
+        module: &str,
+        table: &str,
+        bucket_begin: u32,
+        bucket_end: u32,
+        sink: Option<Py<PyAny>>,
+        counts: Option<Py<PyAny>>,
+    ) -> PyResult<u64> {
+        // Both sinks may raise.
+        let raised = Mutex::new(None);
+        let checked = |result: PyResult<()>| {
+            result.map_err(|error| {
+                *raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                Error::new(Kind::State, "the callback that receives rows or counts raised an exception")
+            })
+        };
+        let read = py.detach(|| {
+            let reader = self.inner.table_reader(module, table, bucket_begin..bucket_end)?;
+            let vector_floats = reader.spec().optimizer_kind()?.layout(reader.spec().dim as usize).vector_floats();
+            if sink.is_none() && counts.is_none() {
+                return reader.verify();
+            }
+            let mut take_rows = |headers: &[RowHeader], vectors: &[f32]| {
+                let Some(sink) = &sink else { return Ok(()) };
+                checked(Python::attach(|py| {
+                    let block = PyRowBlock::of(py, headers, vectors.to_vec(), vector_floats)?;
+                    sink.call1(py, (block,)).map(drop)
+                }))
+            };
+            let Some(counts) = &counts else { return reader.read(&mut take_rows) };
+            reader.read_rows_and_counts(&mut take_rows, &mut |bucket| {
+                checked(Python::attach(|py| counts.call1(py, (PyCountedIds::of(py, &bucket.ids),)).map(drop)))
+            })
+        });
+        let raised = raised.into_inner().unwrap_or_else(PoisonError::into_inner);
+        raised.map_or_else(|| read.map_err(to_python), Err)
+    }
+
+    /// Returns the entry of each checkpoint of the chain for an id, latest first.
+    fn id_history(&self, py: Python<'_>, module: &str, table: &str, id: i64) -> PyResult<Vec<PyIdHistoryEntry>> {
+        let history = py.detach(|| self.inner.id_history(module, table, id)).map_err(to_python)?;
+        history.into_iter().map(|link| PyIdHistoryEntry::of(py, link)).collect()
+    }
+
+    #[pyo3(signature = (to, random, world_size, *, counters=true))]
+    fn reshard(
+        &self,
+        py: Python<'_>,
+        to: &PyCheckpointDirectory,
+        random: u64,
+        world_size: u32,
+        counters: bool,
+    ) -> PyResult<PyPublishedCheckpoint> {
+        let written = py.detach(|| reshard(&self.inner, &to.inner, random, world_size, counters));
+        written.map(Into::into).map_err(to_python)
+    }
+
+    fn copy(&self, py: Python<'_>, to: &PyCheckpointDirectory) -> PyResult<PyCheckpointCopyReport> {
+        py.detach(|| copy(&self.inner, &to.inner)).map(Into::into).map_err(to_python)
+    }
+
+    #[pyo3(signature = (to, random, precision, keep))]
+    fn write_serving_checkpoint(
+        &self,
+        py: Python<'_>,
+        to: &PyCheckpointDirectory,
+        random: u64,
+        precision: &str,
+        keep: usize,
+    ) -> PyResult<PyPublishedCheckpoint> {
+        let precision = precision_from(precision)?;
+        let made = py.detach(|| make_for_serving(&self.inner, &to.inner, (random, keep), precision, &mut |_| Ok(())));
+        made.map(Into::into).map_err(to_python)
+    }
+}

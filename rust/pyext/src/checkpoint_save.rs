@@ -1,0 +1,514 @@
+//! Saving checkpoints: the coordinator's part, each rank's, asynchronous saves, and parts that ranks write without
+//! communicating.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::Path;
+use std::sync::Mutex;
+
+use embcache::checkpoint::{
+    AsyncSaveOptions, AsyncSaveTable, CheckpointName, CheckpointPart, CheckpointSave, LatestCheckpoint, OpenCheckpoint,
+    PRE_IMAGE_BYTES, RankDigest, RankSnapshot, RankWriter, RowSink, SaveOptions, TableSpec, prune, remove_stale_parts,
+};
+use embcache::rows::RowHeader;
+use embcache::{Error, Kind};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
+use pyo3::prelude::*;
+use pyo3::types::PyIterator;
+
+use crate::buffers::{headers_from_python, slice, slice2};
+use crate::error::{ended_error, input, to_python};
+use crate::foreign::{drop_detached, lock};
+use crate::paths::PyCheckpointDirectory;
+use crate::records::{
+    PyBaseCheckpoint, PyCheckpointId, PyManifestDigest, PyNewestCheckpoint, PyPruneReport, PyPublishedCheckpoint,
+    PyStreamRange, PyTableWriteStats, PyWrittenPart,
+};
+use crate::rows::PyRowMetadata;
+use crate::table::PyTable;
+
+/// Returns the name of the latest complete checkpoint of a directory.
+#[pyfunction]
+pub(crate) fn latest_checkpoint(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<String> {
+    py.detach(|| LatestCheckpoint::read(&directory.inner)).map(|latest| latest.to_string()).map_err(to_python)
+}
+
+/// Returns the metadata of the latest checkpoint of a directory, if there is one.
+#[pyfunction]
+pub(crate) fn newest_checkpoint(
+    py: Python<'_>,
+    directory: &PyCheckpointDirectory,
+) -> PyResult<Option<PyNewestCheckpoint>> {
+    let directory = &directory.inner;
+    let newest = py.detach(|| {
+        let Some(latest) = LatestCheckpoint::find(directory)? else { return Ok(None) };
+        OpenCheckpoint::open(directory, latest).map(|newest| Some(PyNewestCheckpoint::of(&newest)))
+    });
+    newest.map_err(to_python)
+}
+
+/// Removes every checkpoint of a directory except the latest `keep` and their base checkpoints.
+#[pyfunction]
+#[pyo3(signature = (directory, keep))]
+pub(crate) fn prune_checkpoints(
+    py: Python<'_>,
+    directory: &PyCheckpointDirectory,
+    keep: usize,
+) -> PyResult<PyPruneReport> {
+    py.detach(|| prune(&directory.inner, keep)).map(Into::into).map_err(to_python)
+}
+
+/// The coordinator's part of a save.
+#[pyclass(frozen, name = "CheckpointSave", module = "torchrec_embcache._native")]
+pub(crate) struct PyCheckpointSave {
+    inner: Mutex<Option<CheckpointSave>>,
+    #[pyo3(get)]
+    name: String,
+}
+
+#[pymethods]
+impl PyCheckpointSave {
+    #[new]
+    #[pyo3(signature = (directory, random, *, keep=1, parent=None, merged=None, linked=false))]
+    fn new(
+        py: Python<'_>,
+        directory: &PyCheckpointDirectory,
+        random: u64,
+        keep: usize,
+        parent: Option<PyCheckpointId>,
+        merged: Option<PyCheckpointId>,
+        linked: bool,
+    ) -> PyResult<Self> {
+        let options = SaveOptions {
+            parent: parent.map(Into::into),
+            merged: merged.map(Into::into),
+            linked,
+            keep,
+            ..SaveOptions::default()
+        };
+        let save = py.detach(|| CheckpointSave::begin_with(&directory.inner, random, options)).map_err(to_python)?;
+        Ok(Self { name: save.name().to_string(), inner: Mutex::new(Some(save)) })
+    }
+
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        rank: u32,
+        world_size: u32,
+        parts: Vec<PyWrittenPart>,
+    ) -> PyResult<PyManifestDigest> {
+        py.detach(|| {
+            let save = lock(&self.inner);
+            let save = save.as_ref().ok_or_else(|| ended_error("save"))?;
+            let part = |part: PyWrittenPart| {
+                let directory = save.directory_of_parts(Path::new(&part.directory))?;
+                Ok((directory, part.name.parse()?, part.digest.into()))
+            };
+            let parts = parts.into_iter().map(part).collect::<embcache::Result<Vec<_>>>();
+            save.adopt(rank, world_size, &parts?).map(Into::into)
+        })
+        .map_err(to_python)
+    }
+
+    fn write_dense_metadata(&self, py: Python<'_>, metadata: &[u8]) -> PyResult<()> {
+        py.detach(|| {
+            let mut save = lock(&self.inner);
+            save.as_mut().ok_or_else(|| ended_error("save"))?.write_dense_metadata(metadata)
+        })
+        .map_err(to_python)
+    }
+
+    fn publish(
+        &self,
+        py: Python<'_>,
+        digests: Vec<PyManifestDigest>,
+        next_epoch: u32,
+    ) -> PyResult<PyPublishedCheckpoint> {
+        let digests: Vec<RankDigest> = digests.into_iter().map(Into::into).collect();
+        py.detach(|| {
+            let save = lock(&self.inner).take().ok_or_else(|| ended_error("save"))?;
+            save.publish(&digests, next_epoch).map(Into::into)
+        })
+        .map_err(to_python)
+    }
+
+    /// Removes the written files. Does nothing if the save has ended: it was published, or its failed publication
+    /// removed the files.
+    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| lock(&self.inner).take().map_or(Ok(()), CheckpointSave::abandon)).map_err(to_python)
+    }
+}
+
+/// One rank's part of a save.
+#[pyclass(frozen, name = "CheckpointWriter", module = "torchrec_embcache._native")]
+pub(crate) struct PyCheckpointWriter {
+    inner: Mutex<Option<RankWriter>>,
+}
+
+impl PyCheckpointWriter {
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut RankWriter) -> embcache::Result<T> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| work(lock(&self.inner).as_mut().ok_or_else(|| ended_error("writer"))?)).map_err(to_python)
+    }
+}
+
+#[pymethods]
+impl PyCheckpointWriter {
+    #[new]
+    #[pyo3(signature = (directory, name, rank, world_size, *, counters=true))]
+    fn new(
+        py: Python<'_>,
+        directory: &PyCheckpointDirectory,
+        name: &str,
+        rank: u32,
+        world_size: u32,
+        counters: bool,
+    ) -> PyResult<Self> {
+        let name: CheckpointName = name.parse().map_err(to_python)?;
+        let writer = py.detach(|| RankWriter::new(&directory.inner, name, rank, world_size)).map_err(to_python)?;
+        let writer = if counters { writer } else { writer.without_counts() };
+        Ok(Self { inner: Mutex::new(Some(writer)) })
+    }
+
+    fn write_table(
+        &self,
+        py: Python<'_>,
+        module: &str,
+        table: &PyTable,
+        hyperparameters: BTreeMap<String, f64>,
+    ) -> PyResult<PyTableWriteStats> {
+        self.with(py, |writer| writer.write_rows_of(module, &table.inner, hyperparameters)).map(PyTableWriteStats::rows)
+    }
+
+    fn link_table(
+        &self,
+        py: Python<'_>,
+        module: &str,
+        table: &PyTable,
+        hyperparameters: BTreeMap<String, f64>,
+    ) -> PyResult<PyTableWriteStats> {
+        self.with(py, |writer| writer.link_rows_of(module, &table.inner, hyperparameters))
+            .map(PyTableWriteStats::linked)
+    }
+
+    fn write_changes(
+        &self,
+        py: Python<'_>,
+        module: &str,
+        table: &PyTable,
+        hyperparameters: BTreeMap<String, f64>,
+        base: PyBaseCheckpoint,
+    ) -> PyResult<PyTableWriteStats> {
+        let base = base.into();
+        self.with(py, |writer| writer.write_changes_of(module, &table.inner, hyperparameters, &base))
+            .map(PyTableWriteStats::changes)
+    }
+
+    fn write_rows(
+        &self,
+        py: Python<'_>,
+        spec: &str,
+        bucket_begin: u32,
+        bucket_end: u32,
+        chunks: &Bound<'_, PyAny>,
+    ) -> PyResult<u64> {
+        let mut source = PyRowSource::new(spec, chunks)?;
+        let (spec, buckets) = (source.spec(), bucket_begin..bucket_end);
+        let written =
+            self.with(py, |writer| writer.write_table(spec, buckets, &mut |sink| source.for_each_chunk(sink)));
+        source.end(written)
+    }
+
+    fn finish(&self, py: Python<'_>) -> PyResult<PyManifestDigest> {
+        py.detach(|| {
+            let writer = lock(&self.inner).take().ok_or_else(|| ended_error("writer"))?;
+            writer.finish().map(Into::into)
+        })
+        .map_err(to_python)
+    }
+}
+
+/// Rows to write into a checkpoint. Parts that are `None` are written as zeros.
+#[pyclass(frozen, get_all, name = "RowWriteBatch", module = "torchrec_embcache._native")]
+pub(crate) struct PyRowWriteBatch {
+    ids: Py<PyArray1<i64>>,
+    vectors: Py<PyArray2<f32>>,
+    scalars: Option<Py<PyArray1<f32>>>,
+    metadata: Option<Py<PyRowMetadata>>,
+}
+
+#[pymethods]
+impl PyRowWriteBatch {
+    #[new]
+    #[pyo3(signature = (ids, vectors, scalars=None, metadata=None))]
+    fn new(
+        ids: Py<PyArray1<i64>>,
+        vectors: Py<PyArray2<f32>>,
+        scalars: Option<Py<PyArray1<f32>>>,
+        metadata: Option<Py<PyRowMetadata>>,
+    ) -> Self {
+        Self { ids, vectors, scalars, metadata }
+    }
+
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.ids.bind(py).len()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("RowWriteBatch of {} rows", self.__len__(py)?))
+    }
+}
+
+/// Rows from a Python iterable of `RowWriteBatch`, chunk by chunk.
+struct PyRowSource {
+    spec: TableSpec,
+    vector_floats: usize,
+    chunks: Py<PyIterator>,
+    /// The exception that the iterable raised.
+    raised: Option<PyErr>,
+}
+
+impl PyRowSource {
+    pub(crate) fn new(spec: &str, chunks: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let spec = TableSpec::from_json(spec).map_err(to_python)?;
+        let optimizer = spec.optimizer_kind().map_err(to_python)?;
+        let vector_floats = optimizer.layout(spec.dim as usize).vector_floats();
+        Ok(Self { spec, vector_floats, chunks: chunks.try_iter()?.unbind(), raised: None })
+    }
+
+    pub(crate) fn spec(&self) -> TableSpec {
+        self.spec.clone()
+    }
+
+    /// Returns the result of writing the rows, or the exception of the iterable, if it raised one.
+    pub(crate) fn end<T>(self, written: PyResult<T>) -> PyResult<T> {
+        self.raised.map_or(written, Err)
+    }
+
+    /// Returns the next chunk as headers and vectors.
+    fn next(&self, py: Python<'_>) -> PyResult<Option<(Vec<RowHeader>, Vec<f32>)>> {
+        let Some(chunk) = self.chunks.bind(py).clone().next().transpose()? else { return Ok(None) };
+        let chunk = chunk.cast::<PyRowWriteBatch>()?.get();
+        let (ids, vectors) = (chunk.ids.bind(py).try_readonly()?, chunk.vectors.bind(py).try_readonly()?);
+        let scalars = chunk.scalars.as_ref().map(|scalars| scalars.bind(py).try_readonly()).transpose()?;
+        let scalars = scalars.as_ref().map(|scalars| slice("scalars", scalars)).transpose()?;
+        let metadata = chunk.metadata.as_ref().map(|metadata| metadata.get().borrowed(py)).transpose()?;
+        let headers = headers_from_python(slice("ids", &ids)?, scalars, metadata.as_ref())?;
+        let vectors = slice2("vectors", &vectors, self.vector_floats)?;
+        if vectors.len() != headers.len() * self.vector_floats {
+            return Err(input(format!(
+                "vectors has {} floats; {} rows of table {:?} have {} each",
+                vectors.len(),
+                headers.len(),
+                self.spec.table,
+                self.vector_floats
+            )));
+        }
+        Ok(Some((headers, vectors.to_vec())))
+    }
+
+    /// Passes every row to `sink`, in chunks.
+    fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> embcache::Result<()> {
+        loop {
+            match Python::attach(|py| self.next(py)) {
+                Ok(Some((headers, vectors))) => sink(&headers, &vectors)?,
+                Ok(None) => return Ok(()),
+                Err(error) => {
+                    self.raised = Some(error);
+                    return Err(Error::new(Kind::State, "the rows to write could not be read"));
+                }
+            }
+        }
+    }
+}
+
+/// Lowers the priority of the calling thread permanently.
+#[pyfunction]
+pub(crate) fn work_in_background() {
+    embcache::checkpoint::work_in_background();
+}
+
+/// A table to save asynchronously.
+#[pyclass(frozen, name = "AsyncSaveTable", module = "torchrec_embcache._native")]
+pub(crate) struct PyAsyncSaveTable {
+    pub(crate) module: String,
+    pub(crate) table: Py<PyTable>,
+    pub(crate) hyperparameters: BTreeMap<String, f64>,
+    pub(crate) base: Option<PyBaseCheckpoint>,
+}
+
+#[pymethods]
+impl PyAsyncSaveTable {
+    #[new]
+    #[pyo3(signature = (module, table, hyperparameters, base=None))]
+    fn new(
+        module: String,
+        table: Py<PyTable>,
+        hyperparameters: BTreeMap<String, f64>,
+        base: Option<PyBaseCheckpoint>,
+    ) -> Self {
+        Self { module, table, hyperparameters, base }
+    }
+}
+
+/// Snapshot of one rank's tables.
+#[pyclass(frozen, name = "CheckpointSnapshot", module = "torchrec_embcache._native")]
+pub(crate) struct PyCheckpointSnapshot {
+    inner: Mutex<Option<RankSnapshot>>,
+}
+
+impl Drop for PyCheckpointSnapshot {
+    fn drop(&mut self) {
+        drop_detached(lock(&self.inner).take());
+    }
+}
+
+#[pymethods]
+impl PyCheckpointSnapshot {
+    #[new]
+    #[pyo3(signature = (directory, name, rank, world_size, tables, next_epoch, bytes_per_second, *, counters=true))]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned values")]
+    #[expect(clippy::too_many_arguments, reason = "one call of Python")]
+    fn new(
+        py: Python<'_>,
+        directory: &PyCheckpointDirectory,
+        name: &str,
+        rank: u32,
+        world_size: u32,
+        tables: Vec<Py<PyAsyncSaveTable>>,
+        next_epoch: u32,
+        bytes_per_second: Option<u64>,
+        counters: bool,
+    ) -> PyResult<Self> {
+        let name: CheckpointName = name.parse().map_err(to_python)?;
+        let table = |table: &Py<PyAsyncSaveTable>| {
+            let table = table.get();
+            AsyncSaveTable {
+                module: table.module.clone(),
+                table: table.table.get().inner.clone(),
+                hyperparameters: table.hyperparameters.clone(),
+                base: table.base.clone().map(Into::into),
+            }
+        };
+        let tables: Vec<AsyncSaveTable> = tables.iter().map(table).collect();
+        let options =
+            AsyncSaveOptions { next_epoch, pre_image_bytes: PRE_IMAGE_BYTES, bytes_per_second, counts: counters };
+        let begin = || RankSnapshot::begin(&directory.inner, name, (rank, world_size), tables, options);
+        let begun = py.detach(begin).map_err(to_python)?;
+        Ok(Self { inner: Mutex::new(Some(begun)) })
+    }
+
+    fn write_table(&self, py: Python<'_>) -> PyResult<Option<PyTableWriteStats>> {
+        let write = || lock(&self.inner).as_mut().map(RankSnapshot::write_next);
+        let written = py.detach(write).ok_or_else(|| to_python(ended_error("snapshot")))?.map_err(to_python)?;
+        Ok(written.map(PyTableWriteStats::changes))
+    }
+
+    fn finish(&self, py: Python<'_>) -> PyResult<PyManifestDigest> {
+        let finish = || {
+            let snapshot = lock(&self.inner).take();
+            snapshot.map(|snapshot| snapshot.finish().map(Into::into))
+        };
+        py.detach(finish).ok_or_else(|| to_python(ended_error("snapshot")))?.map_err(to_python)
+    }
+
+    fn release(&self, py: Python<'_>) {
+        py.detach(|| {
+            let snapshot = lock(&self.inner).take();
+            drop(snapshot);
+        });
+    }
+}
+
+/// Removes the checkpoint parts in a directory that no process holds. Returns an error for each part that could not be
+/// removed.
+#[pyfunction]
+#[pyo3(name = "remove_stale_parts")]
+pub(crate) fn remove_orphan_parts(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<Vec<String>> {
+    let left = py.detach(|| remove_stale_parts(&directory.inner)).map_err(to_python)?;
+    Ok(left.iter().map(Error::to_string).collect())
+}
+
+/// The part of a checkpoint that one rank writes without communicating before the end.
+#[pyclass(frozen, name = "CheckpointPart", module = "torchrec_embcache._native")]
+pub(crate) struct PyCheckpointPart {
+    inner: Mutex<Option<CheckpointPart>>,
+    directory: OsString,
+    #[pyo3(get)]
+    name: String,
+}
+
+impl Drop for PyCheckpointPart {
+    fn drop(&mut self) {
+        drop_detached(lock(&self.inner).take());
+    }
+}
+
+impl PyCheckpointPart {
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut CheckpointPart) -> embcache::Result<T> + Send,
+    ) -> PyResult<T> {
+        let ended = || Error::new(Kind::State, "the part of a checkpoint has ended: make another");
+        py.detach(|| lock(&self.inner).as_mut().ok_or_else(ended).and_then(work)).map_err(to_python)
+    }
+}
+
+#[pymethods]
+impl PyCheckpointPart {
+    #[new]
+    fn new(py: Python<'_>, directory: &PyCheckpointDirectory, random: u64, expected_bytes: u64) -> PyResult<Self> {
+        let part = py.detach(|| CheckpointPart::begin(&directory.inner, random, expected_bytes)).map_err(to_python)?;
+        let directory = directory.inner.path().as_os_str().to_owned();
+        Ok(Self { directory, name: part.name().to_string(), inner: Mutex::new(Some(part)) })
+    }
+
+    fn write_table(
+        &self,
+        py: Python<'_>,
+        module: &str,
+        table: &PyTable,
+        hyperparameters: BTreeMap<String, f64>,
+    ) -> PyResult<PyTableWriteStats> {
+        self.with(py, |part| part.rank_writer()?.write_rows_of(module, &table.inner, hyperparameters))
+            .map(PyTableWriteStats::rows)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
+    fn snapshot_tables(&self, py: Python<'_>, tables: Vec<Py<PyAsyncSaveTable>>, next_epoch: u32) -> PyResult<()> {
+        let tables: Vec<_> = tables
+            .iter()
+            .map(Py::get)
+            .map(|table| (table.module.clone(), &table.table.get().inner, table.hyperparameters.clone()))
+            .collect();
+        self.with(py, |part| part.snapshot_tables(tables, next_epoch))
+    }
+
+    fn write_snapshot(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, CheckpointPart::write_snapshots)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
+    fn append(&self, py: Python<'_>, data: PyReadonlyArray1<'_, u8>) -> PyResult<()> {
+        let data = slice("data", &data)?;
+        self.with(py, |part| part.dense_writer()?.append(data))
+    }
+
+    fn end_dense_extent(&self, py: Python<'_>) -> PyResult<PyStreamRange> {
+        let extent = self.with(py, |part| part.dense_writer()?.end_extent())?;
+        Ok(PyStreamRange { offset: extent.offset, bytes: extent.bytes })
+    }
+
+    fn finish(&self, py: Python<'_>) -> PyResult<PyWrittenPart> {
+        let digest = self.with(py, CheckpointPart::finish)?.into();
+        Ok(PyWrittenPart { directory: self.directory.clone(), name: self.name.clone(), digest })
+    }
+
+    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| lock(&self.inner).take().map_or(Ok(()), CheckpointPart::abandon)).map_err(to_python)
+    }
+}
