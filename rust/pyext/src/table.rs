@@ -134,7 +134,7 @@ impl PyTable {
             host_bytes,
             shared_budget: shared_budget.map(|shared| Arc::clone(&shared.get().core)),
             device_rows,
-            ssd: ssd_dir.map(|dir| SsdConfig { dir, bytes: ssd_bytes, reopen, resume_commit_id: resume_commit_id }),
+            ssd: ssd_dir.map(|dir| SsdConfig { dir, bytes: ssd_bytes, reopen, resume_commit_id }),
             policy: policy_from(policy)?,
             on_full: on_full_from(on_full)?,
             admission: admission.map_or(AdmissionRule::All, |admission| admission.get().core),

@@ -1,6 +1,7 @@
-//! A host RAM budget shared by the tables of a module.
+//! Host RAM budgets: the budget that the tables of a module share, and the budget of one table.
 
 use crate::runtime::sync::{AtomicU64, Ordering};
+use std::sync::Arc;
 
 /// The part of a module's `host_bytes` that its tables share. Each table also has a fixed part of `host_bytes`. A table
 /// takes the bytes that it needs beyond that part, and returns them after its rows are gone. Bytes are counted by one
@@ -90,5 +91,68 @@ mod tests {
     fn the_budget_with_more_bytes_counts_what_other_tables_get_of_them() {
         assert_eq!(SharedBudget::new(10, 1000, 2, 1.0).host_bytes_with(100), 1100);
         assert_eq!(SharedBudget::new(10, 1000, 2, 0.5).host_bytes_with(100), 1204);
+    }
+}
+
+/// The bytes that a table may use: its own portion, and bytes taken from the budget shared by the tables of its module.
+#[derive(Debug)]
+pub(crate) struct HostBudget {
+    shared: Option<Arc<SharedBudget>>,
+    own: u64,
+    taken: u64,
+}
+
+impl HostBudget {
+    /// A budget of `own` bytes, with nothing taken from `shared`.
+    pub(crate) fn new(own: u64, shared: Option<Arc<SharedBudget>>) -> Self {
+        Self { shared, own, taken: 0 }
+    }
+
+    pub(crate) fn shared(&self) -> Option<&SharedBudget> {
+        self.shared.as_deref()
+    }
+
+    /// Own and taken bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.own + self.taken
+    }
+
+    /// Maximum number of bytes that it can have.
+    pub(crate) fn most(&self) -> u64 {
+        self.own + self.shared().map_or(0, SharedBudget::bytes)
+    }
+
+    /// Number of bytes that it could have at present, if no other table took any.
+    pub(crate) fn within_reach(&self) -> u64 {
+        self.bytes() + self.shared().map_or(0, SharedBudget::free)
+    }
+
+    /// Its bytes and an equal portion of the free shared bytes, so that the budgets of all tables add up to that of
+    /// their module.
+    pub(crate) fn with_share_of_free(&self) -> u64 {
+        self.bytes() + self.shared().map_or(0, |shared| shared.free() / u64::from(shared.tables()))
+    }
+
+    /// Grows to at least `bytes`. Returns true on success; otherwise nothing has changed.
+    pub(crate) fn grow(&mut self, bytes: u64) -> bool {
+        let missing = bytes.saturating_sub(self.bytes());
+        let grows = missing == 0 || self.shared().is_some_and(|shared| shared.take(missing));
+        self.taken += if grows { missing } else { 0 };
+        grows
+    }
+
+    /// Returns taken bytes beyond `bytes`.
+    pub(crate) fn shrink(&mut self, bytes: u64) {
+        let unused = self.taken.saturating_sub(bytes.saturating_sub(self.own));
+        if let Some(shared) = self.shared.as_deref().filter(|_| unused > 0) {
+            shared.give_back(unused);
+            self.taken -= unused;
+        }
+    }
+}
+
+impl Drop for HostBudget {
+    fn drop(&mut self) {
+        self.shrink(0);
     }
 }

@@ -28,14 +28,13 @@ mod page_age;
 mod resident_pages;
 mod server;
 mod source;
-mod stats;
 mod table;
 mod version;
 
 pub use crate::config::MissingRead;
 pub use follow::ServingFollower;
 pub use open::{ServeIndexReport, check_index, make_index};
+pub use server::ServingStats;
 pub use server::{PollOutcome, ServeOptions, TableServer};
-pub use stats::ServingStats;
 pub use table::{PoolingMode, ServedTable};
 pub use version::ServedVersion;

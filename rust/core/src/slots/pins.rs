@@ -11,6 +11,7 @@
 //! A [`PinGroup`] is a set of pins that are acquired and released together.
 
 #[cfg(all(test, loom))]
+#[path = "pins/tests/loom.rs"]
 mod loom;
 #[cfg(all(test, not(loom)))]
 mod tests;

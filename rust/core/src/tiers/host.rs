@@ -9,10 +9,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::host_budget::HostBudget;
 use crate::config::PolicyKind;
 use crate::error::{Error, Kind, Result};
 use crate::rows::{RowArena, RowHeader, RowLayout, RowList, RowRef, ScoreDecayTo};
+use crate::runtime::budget::HostBudget;
 use crate::runtime::simd::{prefetch_address, prefetch_range};
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};

@@ -2,10 +2,9 @@
 
 mod device;
 mod host;
-mod host_budget;
 
+pub(crate) use crate::runtime::budget::HostBudget;
 pub use device::DeviceRowReader;
 pub(crate) use device::DeviceTier;
 pub use host::INDEX_BYTES_PER_ROW;
 pub(crate) use host::{HostTier, NoKernelWrites, ROWS_AHEAD, ReadAccess, WriteAccess};
-pub(crate) use host_budget::HostBudget;
