@@ -1,7 +1,6 @@
 //! Replacement policies. A policy orders the slots of a tier for eviction. It knows ids and slots, but not the contents
 //! of rows.
 
-mod ghost;
 mod lfu;
 mod linked_list;
 mod lru;

@@ -336,7 +336,7 @@ fn s3_fifo_gives_each_use_in_main_one_round_more() {
 
 #[test]
 fn the_ghost_forgets_after_its_length_in_departures() {
-    let mut ghost = ghost::GhostTable::default();
+    let mut ghost = s3fifo::GhostTable::default();
     for id in -500..500 {
         ghost.remember(id, 100);
     }

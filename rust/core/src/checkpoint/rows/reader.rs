@@ -8,7 +8,7 @@ use std::thread::Builder;
 use super::counters::{CountsReader, CountsSink};
 use super::format::{GROUP_BYTES, group_rows};
 use super::input::{GroupReader, RowFileOffsets, StagedColumns};
-use super::linked::read_segments;
+use super::segment_rows::read_segments;
 use super::writer::RowSink;
 use crate::cache::{PickedRows, RowColumns};
 use crate::checkpoint::background_file::for_each_piece;
