@@ -184,7 +184,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "checkpoint.Progress",
             "EmbCacheStorageWriter",
             "EmbCacheStorageReader",
-            "state_dicts.TableState",
+            "model._state_dict.TableState",
             "integrations.lightning.EmbCacheCheckpoint",
             "integrations.megatron.register",
             "integrations.megatron.sharded_tables",

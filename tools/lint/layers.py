@@ -152,7 +152,9 @@ def write_access() -> Iterator[str]:
     """
     for path in sorted(CRATE.rglob("*.rs")):
         named = re.search(r"\bWriteAccess\b", without_comments(path.read_text()))
-        if named and not path.relative_to(CRATE).as_posix().startswith(("tiers/", "cache/placement/", "cache/expiry/", "cache/residency/")):
+        if named and not path.relative_to(CRATE).as_posix().startswith(
+            ("tiers/", "cache/placement/", "cache/expiry/", "cache/residency/")
+        ):
             yield name_of(path)
 
 

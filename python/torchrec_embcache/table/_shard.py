@@ -37,7 +37,7 @@ from ._settings import TableSettings, check_device_memory, check_optimizer, devi
 from .rows import FoundRows, IdsLike, RowChunk, RowExport, RowMetadata, ValuesLike, row_ids, row_parts, row_vectors
 
 __all__ = ["TableShard"]
-_log = logging.getLogger(f"{__package__}.cache")  # the public module
+_log = logging.getLogger(f"{__package__}.cache_table")  # the public module
 
 
 class TableShard:

@@ -191,13 +191,13 @@ def _break_third_announcement(model: torch.nn.Module) -> None:
 
                 class Failing:
                     def plan(self, *args: Any, native: Any = native, calls: list[int] = calls) -> Any:
-                        ahead = args[2].ahead
+                        ahead = args[2].is_prefetch
                         calls.append(ahead)
                         if ahead and sum(calls) == 3:
                             raise CapacityError("no room ahead")
                         return native.plan(*args)
 
-                group._opened = (group._opened[0], Failing(), backend)
+                group._native_lookup = (group._native_lookup[0], Failing(), backend)
 
 
 @pytest.mark.filterwarnings("error::torchrec_embcache.exceptions.EmbCacheWarning")

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stream_model import Clock, Queue
 from torchrec_embcache import _native
 from torchrec_embcache._device import host_copies, streams, tier
+from torchrec_embcache._device import pinned as pinned_memory
 from torchrec_embcache._device.tier import DeviceTier
 from torchrec_embcache._kernels import core
 from torchrec_embcache._kernels.triton import launch
@@ -247,9 +248,9 @@ def _install_copies(model: Model, monkeypatch: Any) -> None:
             model.use_by_cpu(array, writes=False)
         return gathered(vectors, scalars)
 
-    for module in (pinned, host_copies):
+    for module in (pinned_memory, host_copies):
         monkeypatch.setattr(module, "has_async_copies", lambda _: True)
-    monkeypatch.setattr(pinned, "pinned_empty", pinned)
+    monkeypatch.setattr(pinned_memory, "pinned_empty", pinned)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(torch.Tensor, "to", sent)
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)

@@ -250,15 +250,15 @@ def test_share_taken_before_a_flush_is_not_taken_after_resume(tmp_path, swept):
     with made(None) as table:
         trained(table, 1)
         before = len(table)
-        _evict(table)
+        sweep(table)
         after = len(table)
         assert after == before - before // 5
     with made("resume") as table:
-        _evict(table)
+        sweep(table)
         assert len(table) == after
         trained(table, 2, 1)
         grown = len(table)
-        _evict(table)
+        sweep(table)
         assert len(table) == grown - grown // 5
 
 

@@ -133,7 +133,7 @@ def fails(rank: int, world: int, amid: bool) -> Any:
     said = ""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(core.CoreBackend, "_run" if amid else "_train_shared", refuse)
+            patch.setattr(core.CoreBackend, "_run" if amid else "_train_oov_row", refuse)
         try:
             loss.backward()
         except InputError as error:
