@@ -41,17 +41,17 @@ def quiet() -> Iterator[None]:
 # The modules whose names are public as well as those of the package.
 PUBLIC_MODULES = [
     "admission",
-    "dcp",
+    "checkpoint",
+    "checkpoint.dcp",
     "eviction",
     "exceptions",
     "initializers",
-    "lifecycle_configs",
-    "lightning",
-    "megatron",
+    "integrations.lightning",
+    "integrations.megatron",
+    "modules.recsdk",
     "monitoring",
     "optimizers",
     "plotting",
-    "saver",
     "serialize",
     "serving",
     "sizing",
@@ -78,7 +78,7 @@ def public_objects() -> dict[str, object]:
 
 # Classes whose methods take, as torch's interface of them does, whatever a later torch may give.
 OPEN_IN_TORCH = {"EmbCacheStorageReader", "EmbCacheStorageWriter"} | {
-    f"megatron.{name}"
+    f"integrations.megatron.{name}"
     for name in (
         "ShardedTables",
         "SaveShardedStrategy",
