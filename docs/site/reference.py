@@ -15,7 +15,8 @@ _CALLED_BY: dict[str, list[str]] = {
         "from_native", "is_collective", "needs_clock", "kind", "count_to_evict", "count_to_evict_alone", "native",
         "planner_rows", "resolve",
         "lookup_array",
-        "scalar_slot", "with_display_name", "from_table", "sync_optimizers", "wait_for_prefetch", "table_configs", "import_from_torchrec",
+        "scalar_slot", "with_display_name", "from_table",
+        "sync_optimizers", "wait_for_prefetch", "table_configs", "import_from_torchrec",
         "has_fraction_rule", "vector_floats", "weights",
     ],
     "torch and TorchRec": [
