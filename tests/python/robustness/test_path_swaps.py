@@ -174,9 +174,11 @@ COMMANDS = [
     ("reshard {root} {base}/made --world-size 2", _native, "CheckpointRows"),
     ("convert {plain} {root}", _native, "CheckpointDirectory.open_to_save"), ("convert {plain} {root}", _native, "CheckpointSave"),
     ("convert {plain} {root}", _native, "CheckpointWriter"),
-    ("convert {source} {empty} --to npy", DirectoryHandle, "to_save"), ("convert {source} {empty} --to npy", DirectoryHandle,
-    "create"), ("convert {source} {empty} --to npy", DirectoryHandle, "below"), ("convert {source} {empty} --to safetensors",
-    DirectoryHandle, "below"), ("convert {source} {empty} --to safetensors", CONVERT, "_export"),
+    ("convert {source} {empty} --to npy", DirectoryHandle, "open_to_save"),
+    ("convert {source} {empty} --to npy", DirectoryHandle, "create_file"),
+    ("convert {source} {empty} --to npy", DirectoryHandle, "open_subdirectory"),
+    ("convert {source} {empty} --to safetensors", DirectoryHandle, "open_subdirectory"),
+    ("convert {source} {empty} --to safetensors", CONVERT, "_export_tables"),
 ]  # fmt: skip
 
 
