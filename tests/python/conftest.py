@@ -21,6 +21,8 @@ if os.environ.get("EMBCACHE_TEST_CUDA") != "1":
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import torch.distributed as dist  # noqa: E402
+
 from processes import World  # noqa: E402
 from tables import AMPLE  # noqa: E402
 from torchrec_embcache import TierBudgets  # noqa: E402
@@ -100,6 +102,15 @@ def four_ranks() -> Iterator[World]:
     world = World(4)
     yield world
     world.stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """Destroys a default process group that a test initialized and left to the tests after it."""
+    had_group = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not had_group:
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -273,7 +273,8 @@ def test_a_key_that_a_torchrec_checkpoint_has_not_is_refused(
 
 PEAK = """
 import sys
-from torchrec_embcache.cli import main, torchrec_dcp_writer
+from torchrec_embcache.cli import main
+from torchrec_embcache.cli.convert import torchrec_dcp_writer
 
 def peak():
     (line,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -105,6 +106,7 @@ class Halting(EmbCacheStorageWriter):
 def train_while_savers_are_killed(say: Callable[[Any], None], path: str) -> None:
     """Report, for each save whose process is killed, the error of its future and what a load then finds."""
     warnings.simplefilter("ignore")
+    sys.path.insert(0, str(Path(__file__).parent))  # the process that saves imports this module
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     model = Model()
     writer, halted = Halting(path, model), Path(f"{path}.halted")

@@ -223,7 +223,7 @@ def test_interrupt_of_block_threads_leaves_no_thread_waiting() -> None:
 
 
 def test_interrupted_publication_loses_nothing_for_next_delta(tmp_path: Path) -> None:
-    within = os.path.join(PACKAGE, "sessions", "save.py")
+    within = os.path.join(PACKAGE, "checkpoint", "_save.py")
 
     def fresh(folder: Path) -> nn.ModuleDict:
         model = nn.ModuleDict({name: make_bag(name=name) for name in ("one", "two")})

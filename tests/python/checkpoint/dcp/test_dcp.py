@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,7 @@ class Refusing(DefaultSavePlanner):
 def save_in_processes(say: Any, path: str, store: str) -> None:
     """Train on while a process beside saves. A save fails first, and the last one is a blocking save by the same writer."""
     warnings.simplefilter("ignore")
+    sys.path.insert(0, str(Path(__file__).parent))  # the process that saves imports this module
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     with process_group(0, 1, store):
         writer = EmbCacheStorageWriter(path, model := Model(salt=1))

@@ -443,5 +443,5 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
         embedding(embedding_dim=512, tiers=tiers, **SHARED)
     with pytest.raises(StateError, match="not_admitted"):
         embedding().table.oov_row()
-    with pytest.raises(InputError, match="has 5 numbers and 3"):
+    with pytest.raises(InputError, match="has 5 values, not 3"):
         embedding(**SHARED).table._shard.native.set_oov_row(np.zeros(3, np.float32))
