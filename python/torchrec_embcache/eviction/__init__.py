@@ -2,7 +2,7 @@
 
 Without a policy a row stays until it is removed, or until a full table with `on_full="evict"` drops it. With a `Policy`, rows are
 also evicted in *sweeps*. The rows evicted by a sweep after training step s depend only on the rows (their last training steps,
-scores and weights), on s and, with `Ttl(seconds=...)`, on the times of steps. The result is therefore the same for any budgets, any
+scores and weights), on s and, with `Ttl(seconds=...)`, on the step times. The result is therefore the same for any budgets, any
 number of ranks and threads, and any prefetch depth. The id of an evicted row is missing: it reads as an id without a row, and its
 row is initialized again when the id is trained again.
 """
@@ -98,7 +98,7 @@ class Ttl(Rule):
 
     With `seconds=t` a sweep at time T evicts the rows whose last training step was at T - t or earlier. The time is the system
     clock, or the time set by `torchrec_embcache.set_time`; the time of a step is the maximum over the ranks that ran it. Tables
-    keep the times of steps with a resolution of one second for a minute, then one minute, and after 31 days one hour. A row may be
+    keep the step times with a resolution of one second for a minute, then one minute, and after 31 days one hour. A row may be
     evicted later by this resolution, but never earlier. Steps before a checkpoint without times get the time of the first step
     after the load.
 

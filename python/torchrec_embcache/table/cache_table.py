@@ -348,7 +348,7 @@ class CacheTable(MeasuredTable):
         """
         row = self._shard.native.oov_row()
         if row is None:
-            raise StateError(f'table {self.name!r} has no shared row: make it with not_admitted="oov" and an admission')
+            raise StateError(f'table {self.name!r} has no OOV row: make it with not_admitted="oov" and an admission')
         return row[: self.dim].copy()
 
     def import_rows(

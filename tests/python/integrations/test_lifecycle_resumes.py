@@ -108,7 +108,7 @@ OPTIONS = {**SHARED, "admission": admission.Count(3), **swept_after(30)}
 
 
 def go_on(model: Any, rank: int, world: int, first: int, last: int) -> list[tuple[Any, Any]]:
-    """Train the tables alone, a step every ten seconds: the rows and the shared rows of this rank after each step.
+    """Train the tables alone, a step every ten seconds: the rows and the OOV rows of this rank after each step.
 
     Ranks have the same number of samples, so that each sample counts the same on any number of them.
     """

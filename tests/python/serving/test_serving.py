@@ -303,7 +303,7 @@ def test_what_ids_without_a_row_read_is_chosen(ckpt: Path) -> None:
             assert tables.stats().missing == 4
     with pytest.raises(ConfigError, match="missing="):
         serving.open(ckpt, missing="nothing")  # type: ignore[arg-type]
-    with pytest.raises(MismatchError, match="shared row"):
+    with pytest.raises(MismatchError, match="OOV row"):
         serving.open(ckpt, missing="oov")
 
 

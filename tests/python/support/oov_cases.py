@@ -14,7 +14,7 @@ from torchrec_models import (
 
 
 def state_of(table: Any) -> bytes:
-    """Every bit of the shared row and its slots."""
+    """Every bit of the OOV row and its slots."""
     return table.table._shard.native.oov_row().tobytes()
 
 
@@ -23,7 +23,7 @@ Shared = dict[tuple[str, str], list[float]]
 
 
 def shared_of(model: Any) -> Shared:
-    """The shared row and its slots of each table of this rank."""
+    """The OOV row and its slots of each table of this rank."""
     return {
         (path, name): table._shard.native.oov_row().tolist()
         for path, module in cache_modules(model).items()
@@ -32,7 +32,7 @@ def shared_of(model: Any) -> Shared:
 
 
 def assert_same_shared(parts: list[Shared], want: Shared, tolerance: float = 1e-5) -> None:
-    """All ranks have the same bits of a table's shared row, and these are near to those that are wanted."""
+    """All ranks have the same bits of a table's OOV row, and these are near to those that are wanted."""
     assert {table for part in parts for table in part} == want.keys()
     for part in parts:
         for table, row in part.items():

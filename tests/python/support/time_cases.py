@@ -21,6 +21,6 @@ def natives(model: Any) -> list[Any]:
 
 
 def times_of(rank: int, count: int) -> list[int]:
-    """The times of steps by the clock of a rank, in milliseconds. Now this rank is ahead and now that."""
+    """The step times by the clock of a rank, in milliseconds. Now this rank is ahead and now that."""
     dice = random.Random(f"{rank}")
     return [1000 * BEGIN + 2000 * step + dice.randrange(4000) // 1000 * 1000 for step in range(count)]

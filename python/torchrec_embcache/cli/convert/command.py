@@ -123,7 +123,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
             notes.append(f"the counts of ids that wait for rows are not in {target}: {to_layout} files hold rows alone")
         if to_layout == "torchrec-dcp":
             notes.append(
-                f"the steps and shared rows of tables, and the counts, steps and scores of rows, are not in {target}"
+                f"the steps and OOV rows of tables, and the counts, steps and scores of rows, are not in {target}"
             )
     else:
         # Names and permissions of a foreign directory are not checked; its contents are.

@@ -442,7 +442,7 @@ fn check(config: &TableConfig, gathers: bool) -> Result<()> {
         return refuse("not_admitted=\"oov\" without admission has no effect: set admission, or leave it out".into());
     }
     if config.missing_read == MissingRead::OovRow && config.not_admitted != MissingRead::OovRow {
-        return refuse("evaluation cannot read a shared row without not_admitted=\"oov\"".into());
+        return refuse("evaluation cannot read an OOV row without not_admitted=\"oov\"".into());
     }
     if config.shared_budget.is_some() && (config.ssd.is_some() || config.on_full == OnFull::Evict) {
         return refuse("only a table without an SSD tier and with on_full=\"error\" can share a budget".into());

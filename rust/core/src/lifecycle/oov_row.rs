@@ -86,7 +86,7 @@ impl<'de> Deserialize<'de> for OovRow {
         let values: Option<Vec<f32>> = numbers.iter().map(number).collect();
         match values {
             Some(values) if rest.is_empty() => Ok(Self(values)),
-            _ => Err(serde::de::Error::custom("a shared row has eight hexadecimal digits for each of its numbers")),
+            _ => Err(serde::de::Error::custom("an OOV row has eight hexadecimal digits for each of its numbers")),
         }
     }
 }

@@ -459,7 +459,7 @@ impl MissingWeights {
             (MissingRead::OovRow, Some(row)) => Self::OovRow(row),
             (MissingRead::OovRow, None) => {
                 let what = format!(
-                    "table {:?} of module {:?} has no shared row in its checkpoint: say what else a missing id reads",
+                    "table {:?} of module {:?} has no OOV row in its checkpoint: say what else a missing id reads",
                     spec.table, spec.module
                 );
                 return Err(Error::new(Kind::Mismatch, what));

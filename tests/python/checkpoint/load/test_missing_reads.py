@@ -240,7 +240,7 @@ def test_a_table_cannot_evaluate_a_shared_row_that_it_has_not() -> None:
         "policy": "lru",
         "on_full": "error",
     }
-    with pytest.raises(ConfigError, match="cannot read a shared row"):
+    with pytest.raises(ConfigError, match="cannot read an OOV row"):
         _native.Table(**settings, missing_read="oov")
     with pytest.raises(ConfigError, match="missing_read=inf: give a finite number"):
         _native.Table(**settings, missing_read=float("inf"))

@@ -186,7 +186,7 @@ COUNTED: dict[str, Any] = {"admission": Count(3)}
             ["every_steps=2", "every_steps=3"],
         ),
     ],
-    ids=["shared row", "threshold", "clicks", "half life", "no eviction", "every_steps"],
+    ids=["OOV row", "threshold", "clicks", "half life", "no eviction", "every_steps"],
 )
 def test_ranks_with_different_rules_see_all_of_them_when_sharded(three_ranks, options, of_rank_1, said):
     for refusal, tables in three_ranks.run(with_others_settings, options, of_rank_1):

@@ -32,7 +32,7 @@ from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
 
 SHARED = {"admission": admission.Count(3), "not_admitted": "oov"}
-# An id of a table without admission that takes the part of the shared row.
+# An id of a table without admission that takes the part of the OOV row.
 STAND_IN = 2**50
 
 
@@ -133,7 +133,7 @@ def test_every_optimizer_trains_it_as_it_trains_a_row(backend, kind):
     for table in (made, other):
         table.import_rows(range(6), np.full((6, DIM), 0.25, np.float32))
     for step in range(10):
-        # The shared row is not in every batch, and what decays decays only where it is.
+        # The OOV row is not in every batch, and what decays decays only where it is.
         bags = [random_ids(dice, 3) if step % 3 else [dice.randrange(6)] for _ in range(5)]
         ids, offsets = jagged(bags)
         stood_in = torch.tensor([row_id if 0 <= row_id < 6 else STAND_IN for row_id in ids.tolist()])
@@ -364,7 +364,7 @@ def test_tables_of_other_settings_leave_it_and_begin_anew_without_it(tmp_path, c
     Saver(0).save(plain, tmp_path / "without")
     Saver(0).load(plain, tmp_path / "with")
     assert Contents.of(plain) == Contents.of(made)
-    with pytest.raises(StateError, match="has no shared row"):
+    with pytest.raises(StateError, match="has no OOV row"):
         plain.table.oov_row()
     with caplog.at_level("INFO", logger="torchrec_embcache"):
         # Each of these calls reads the levels of the loggers and hands over what the core has logged. Without the first one the
@@ -439,7 +439,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="not_admitted='oov' without admission"):
         embedding(not_admitted="oov")
     tiers = ssd_tiers(tmp_path, ssd_bytes="1MiB")
-    with pytest.raises(ConfigError, match="no room in a flush for the shared row.*set it to .* lower embedding_dim"):
+    with pytest.raises(ConfigError, match="no room in a flush for the OOV row.*set it to .* lower embedding_dim"):
         embedding(embedding_dim=512, tiers=tiers, **SHARED)
     with pytest.raises(StateError, match="not_admitted"):
         embedding().table.oov_row()

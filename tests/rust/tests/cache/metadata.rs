@@ -49,9 +49,9 @@ fn least(dim: usize, shared: bool, timed: bool, ssd_bytes: u64) -> u64 {
     let error = opened.expect_err("there is no room");
     assert_eq!(error.kind(), Kind::Config, "{error}");
     let message = error.to_string();
-    assert_eq!(message.contains("the shared row"), shared, "{message}");
+    assert_eq!(message.contains("the OOV row"), shared, "{message}");
     assert_eq!(message.contains("lower embedding_dim"), shared, "{message}");
-    assert_eq!(message.contains("the times of steps"), timed, "{message}");
+    assert_eq!(message.contains("the step times"), timed, "{message}");
     let (_, after) = message.split_once("set it to ").expect("what to do");
     after.split(' ').next().and_then(|number| number.parse().ok()).expect("a number")
 }

@@ -470,13 +470,13 @@ fn rejected_ids_train_oov_row_only_after_sums_are_given() {
             ..config(DIM, OptimizerKind::Sgd, 100)
         };
         let (rig, _) = Rig::with_faults(shared);
-        let weights = || bits(rig.table.oov_row().expect("an open table").expect("a shared row").values());
+        let weights = || bits(rig.table.oov_row().expect("an open table").expect("an OOV row").values());
         let ids = [1, 2, 1, 3];
         let plan = rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
         rig.place(&plan).expect("a place");
         assert_eq!(bits(&rig.forward(&plan, ids.len(), 2).expect("a forward")), [0; 2 * DIM]);
         let grad: Vec<f32> = (0..2 * DIM).map(|at| at as f32).collect();
-        let refused = rig.backward_with(&plan, &grad).expect_err("the shared row would not be trained");
+        let refused = rig.backward_with(&plan, &grad).expect_err("the OOV row would not be trained");
         assert_eq!((refused.kind(), weights(), rig.table.step().expect("a step")), (Kind::State, vec![0; DIM], 0));
         let sums = plan.oov_gradient_sums_pooled(&grad, 1).expect("sums");
         assert_eq!(sums.last(), Some(&3), "distinct ids");

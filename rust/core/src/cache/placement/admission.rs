@@ -203,7 +203,7 @@ impl TableAdmission {
             return;
         }
         tracing::info!(
-            "table {:?} has not_admitted = \"shared\" and {from} has no shared row: it begins with zeros",
+            "table {:?} has not_admitted=\"oov\" and {from} has no OOV row: it begins with zeros",
             self.context.config.name
         );
     }

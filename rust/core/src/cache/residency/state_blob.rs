@@ -9,7 +9,7 @@
 //! history's bytes, these bytes, and for each bucket with counts its number, its generation, its number of ids, and
 //! each id with its shows and clicks. The enclosing state has a checksum.
 //!
-//! A table is opened only if its blobs fit the OOV row and some times of steps: see [`check_metadata_space`]. Other
+//! A table is opened only if its blobs fit the OOV row and some step times: see [`check_metadata_space`]. Other
 //! parts that do not fit are omitted and logged.
 
 use super::Residency;
@@ -22,21 +22,21 @@ use crate::types::Id;
 
 /// First bytes of a blob with counts. A checkpoint history starts with a brace.
 const COUNTS_TAG: &[u8] = b"counts 1\n";
-/// First bytes of the times of steps.
+/// First bytes of the step times.
 const CLOCK_TAG: &[u8] = b"clock 1\n";
 /// States that nothing has changed since the last sweep except by that sweep.
 const UNCHANGED_TAG: &[u8] = b"swept 1\n";
-/// The times of steps use at most 1/`CLOCK_SHARE` of the blob without the OOV row, or [`LEAST_CLOCK_BYTES`] if that is
+/// The step times use at most 1/`CLOCK_SHARE` of the blob without the OOV row, or [`LEAST_CLOCK_BYTES`] if that is
 /// more.
 const CLOCK_SHARE: usize = 4;
-/// Bytes of a blob that the times of steps may use in any case: about 60 times.
+/// Bytes of a blob that the step times may use in any case: about 60 times.
 const LEAST_CLOCK_BYTES: usize = 1 << 10;
 /// First bytes of a blob with an OOV row.
 const OOV_TAG: &[u8] = b"oov row 1\n";
 /// The bit of an id's shows that marks the older generation.
 const OLDER: u32 = 1 << 31;
 
-/// The parts of a blob after the OOV row and the times of steps.
+/// The parts of a blob after the OOV row and the step times.
 #[derive(Debug, PartialEq, Eq)]
 struct MetadataBlob<'a> {
     history: &'a [u8],
@@ -83,7 +83,7 @@ impl Residency {
         blob
     }
 
-    /// The times of steps. A table opened without a rule in seconds may have loaded some nevertheless.
+    /// The step times. A table opened without a rule in seconds may have loaded some nevertheless.
     fn encoded_clock(&self, most_bytes: usize) -> Vec<u8> {
         let clock = clock_prefix(
             &self.lifecycle.clock.steps.encode(most_bytes.saturating_sub(CLOCK_TAG.len() + size_of::<u64>())),
@@ -98,7 +98,7 @@ impl Residency {
         clock
     }
 
-    /// The part of the blob after the OOV row and the times of steps.
+    /// The part of the blob after the OOV row and the step times.
     fn encoded_rest(&self, most_bytes: usize) -> Vec<u8> {
         let history = self.encoded_history(most_bytes);
         if !self.lifecycle.admission.keeps_counts() {
@@ -140,7 +140,7 @@ impl Residency {
     }
 }
 
-/// Number of bytes that the times of steps may use out of `space`, the blob without the OOV row.
+/// Number of bytes that the step times may use out of `space`, the blob without the OOV row.
 fn clock_bytes(space: usize) -> usize {
     (space / CLOCK_SHARE).max(space.min(LEAST_CLOCK_BYTES))
 }
@@ -151,13 +151,13 @@ fn oov_row_bytes(config: &TableConfig) -> usize {
     if config.not_admitted == MissingRead::OovRow { numbers } else { 0 }
 }
 
-/// Number of bytes of a blob for the checkpoint history and the counts, next to the OOV row and the times of steps.
+/// Number of bytes of a blob for the checkpoint history and the counts, next to the OOV row and the step times.
 pub(super) fn rest_bytes(config: &TableConfig, metadata_bytes: usize) -> usize {
     let left = metadata_bytes.saturating_sub(oov_row_bytes(config));
     if config.keeps_times() { left - clock_bytes(left) } else { left }
 }
 
-/// Checks that a published state of the SSD tier fits the OOV row, and some times of steps if a rule needs them.
+/// Checks that a published state of the SSD tier fits the OOV row, and some step times if a rule needs them.
 ///
 /// Errors: `Config`, which states how many bytes the tier needs.
 pub(crate) fn check_metadata_space(config: &TableConfig) -> Result<()> {
@@ -168,10 +168,10 @@ pub(crate) fn check_metadata_space(config: &TableConfig) -> Result<()> {
     }
     let what = match (shared > 0, clock > 0) {
         (true, true) => {
-            "the shared row of not_admitted=\"oov\" and the times of steps, which eviction by seconds needs"
+            "the OOV row of not_admitted=\"oov\" and the step times, which eviction by seconds needs"
         }
-        (true, false) => "the shared row of not_admitted=\"oov\"",
-        _ => "the times of steps, which eviction by seconds needs",
+        (true, false) => "the OOV row of not_admitted=\"oov\"",
+        _ => "the step times, which eviction by seconds needs",
     };
     let least = SsdTier::cap_for_metadata(shared + clock);
     let lower = if shared > 0 { ", or lower embedding_dim" } else { "" };

@@ -266,7 +266,7 @@ impl RankShare {
         }
         if self.clock.last_step() > self.spec.step {
             return Err(format!(
-                "times of steps up to {}, of a table that made {}",
+                "step times up to {}, of a table that made {}",
                 self.clock.last_step(),
                 self.spec.step
             ));
@@ -527,7 +527,7 @@ pub(crate) fn merge_tables(ranks: &[RankManifest], kind: CheckpointKind) -> Resu
             let (first_rank, first) = shares[0];
             if let Some((rank, _)) = shares.iter().find(|(_, share)| share.spec != first.spec) {
                 return Err(format!(
-                    "{name}: ranks {first_rank} and {rank} have different settings or steps, or their shared rows differ"
+                    "{name}: ranks {first_rank} and {rank} have different settings or steps, or their OOV rows differ"
                 ));
             }
             if let Some((rank, _)) = shares.iter().find(|(_, share)| share.sweeps != first.sweeps) {

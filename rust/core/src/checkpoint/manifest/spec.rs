@@ -171,7 +171,7 @@ impl TableSpec {
         if let (Some(shared), Ok(kind)) = (&self.oov_row, self.optimizer_kind()) {
             let (floats, got) = (kind.layout(self.dim as usize).floats(), shared.values().len());
             if floats != got {
-                return refuse(format!("its shared row has {got} numbers, and its rows have {floats}"));
+                return refuse(format!("its OOV row has {got} numbers, and its rows have {floats}"));
             }
         }
         match self.missing_read {
@@ -179,7 +179,7 @@ impl TableSpec {
                 return refuse(format!("ids without a row read {value}, which is no finite number"));
             }
             MissingRead::OovRow if self.oov_row.is_none() => {
-                return refuse("ids without a row read its shared row, and it has none".into());
+                return refuse("ids without a row read its OOV row, and it has none".into());
             }
             _ => (),
         }
