@@ -23,7 +23,7 @@ SYSTEM_CERTS := $(if $(wildcard /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/
 # The environment is made again when a pin, the flavour or the folder changes (its scripts contain absolute paths).
 REQUIREMENTS := requirements/uv.txt requirements/runtime.txt requirements/$(FLAVOUR).txt requirements/dev.txt
 ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | cksum | tr ' ' -)
-# What the docs site needs is installed when it is first made.
+# The packages for the docs site are installed when the site is first made.
 DOCS := $(VENV)/.docs-$(shell cksum <requirements/docs.txt | tr ' ' -)
 # The extension is built again when a source or a folder of sources is newer than it.
 NATIVE := $(VENV)/.native
@@ -71,7 +71,7 @@ test: test-rust test-python-fast
 
 test-all: test-rust test-loom test-python
 
-# What needs a GPU. Without one both say so, and fail.
+# Targets that need a GPU. Without one both report it and fail.
 HAS_CUDA = $(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device is here, so nothing was done: torch.cuda.is_available() is False")'
 CUDA_TESTS = $(addprefix tests/python/kernels/,test_triton_kernels.py test_device_pipelines.py test_device_faults.py test_device_threads.py)
 test-cuda: $(NATIVE)

@@ -1,6 +1,6 @@
-"""What mkdocs calls while it makes the site.
+"""Hooks that mkdocs calls while it builds the site.
 
-It adds the pages that do not lie in docs/, and makes links that hold in the repository hold on the site.
+They add the pages that are not stored in docs/, and rewrite links that are valid in the repository to be valid on the site.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Which public names a page of the reference has, and the pages that are made of them.
+"""The public names on each page of the reference, and the pages that are built from them.
 
 `tests/python/docs/test_docstrings.py` checks that every name of `torchrec_embcache.__all__` and of the public modules is here once
 and has an example that runs.
@@ -251,7 +251,7 @@ def names() -> list[str]:
 def page(key: str) -> str:
     """A page of the reference, as mkdocstrings takes it."""
     title, about, listed = REFERENCE[key]
-    # What a module has of the base that it shares with others is a part of it. What rules and optimizers share is not repeated.
+    # Members that modules inherit from their common base are listed. Those that rules and optimizers inherit are not repeated.
     shared = str(key in ("pytorch", "torchrec", "tables")).lower()
     parts = [
         f"::: {PACKAGE}.{name}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"

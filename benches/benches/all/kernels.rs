@@ -49,7 +49,7 @@ enum Skew {
     Uniform,
 }
 
-/// What a plan knows of a batch.
+/// The data of a batch that a plan has.
 struct Batch {
     /// The slot of each occurrence: `[N]`.
     slots: Vec<u32>,

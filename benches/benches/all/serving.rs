@@ -20,7 +20,7 @@ const COLD_ROUNDS: usize = 7;
 const COLD_REQUESTS: usize = 200;
 /// Ids of a request whose rows are not in memory: 2%.
 const COLD_IDS: usize = REQUEST_IDS / 50;
-/// Every other region of so many rows is not in memory. Of such a region the rows of every other page are used, each once.
+/// Rows of a region. Every other region is not in memory. The rows of every other page of such a region are used once each.
 const REGION_ROWS: usize = 1024;
 const PAGE_ROWS: usize = 16;
 
@@ -72,7 +72,7 @@ struct Warm {
 impl Warm {
     fn make(scale: Scale) -> Box<dyn Rounds> {
         let (rows, publisher, scratch) = published(scale);
-        // What the system holds in small pages it maps in no huge ones, so that nothing else may read the files before.
+        // File pages that are already cached as small pages are not mapped as huge pages. Nothing else may read the files first.
         forget_all_cached(&publisher.files());
         let mut requests = Requests::preloaded(&publisher);
         let plain = PlainServing::open(&publisher.files());

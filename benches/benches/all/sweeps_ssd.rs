@@ -22,7 +22,7 @@ const STEPS: u64 = 1 << 40;
 const NOW: u64 = 1 << 41;
 /// Ids of a batch: 4096 bags.
 const BATCH: usize = 4096 * BAG;
-/// Of so many rows that lie in a segment with rows that live, one lives.
+/// In a segment that has both kept and expired rows, one row of this many is kept.
 const MIXED: u64 = 8;
 const ROUNDS: usize = 5;
 
@@ -141,7 +141,7 @@ impl Side {
     fn round(&mut self) -> f64 {
         self.training.pause();
         self.give_dying();
-        // What the import wrote, and the rows that it pushed out of RAM, are not to be measured.
+        // The writes of the import, and of the rows that it demoted from RAM, must not be measured.
         self.training.steps(self.least_steps);
         let before = self.training.steps(self.least_steps);
         let bytes = self.ssd_bytes();

@@ -94,7 +94,7 @@ def trained(optimizer: str) -> Ours:
 
 
 def loaded_by_torchrec(_rank: int, size: int, path: str, optimizer: str, sharding: str) -> list[torch.Tensor]:
-    """What TorchRec's own sharded model answers after it loaded `path`, before and after another step."""
+    """Returns the outputs of TorchRec's own sharded model after it loaded `path`, before and after another step."""
     torch.manual_seed(1)
     sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     constraints = {
@@ -211,7 +211,7 @@ def test_slots_of_adam_have_torchrecs_names_and_come_back(
         == 0
     )
     slots = {name.rpartition(".")[2] for name in tensors_of(tmp_path / "theirs")}
-    # What `EmbeddingFusedOptimizer` makes of FBGEMM's `get_optimizer_state`: the first state is momentum1, others have their names.
+    # `EmbeddingFusedOptimizer` renames the first state of FBGEMM's `get_optimizer_state` to momentum1. Others keep their names.
     assert slots == {"weight", "momentum1", "exp_avg_sq"}
     back = ["--optimizer", bag.table.optimizer.kind, "--step", "2"]
     assert run(capsys, "convert", tmp_path / "theirs", tmp_path / "back", *back)[0] == 0

@@ -219,7 +219,7 @@ def check_rewritten(
 
 
 def test_counts_age_along_the_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is told of counts is what the table would load, also where they are forgotten without being touched."""
+    """The reported counts are those that the table would load, also if they are forgotten without being touched."""
     chain = Chain(tmp_path, admission=admission.Count(4, window_steps=10))
     dice, pending = random.Random(3), []
     for _ in range(5):

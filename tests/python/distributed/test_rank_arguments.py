@@ -25,7 +25,7 @@ NO_ROWS, NO_NUMBERS, NO_COUNTS = torch.zeros(0, 16), torch.zeros(0), torch.zeros
 NO_METADATA = RowMetadata(NO_COUNTS, NO_COUNTS, NO_NUMBERS, NO_COUNTS)
 
 
-# What each rank calls, and what every rank raises.
+# The call of each rank, and the error that every rank raises.
 CALLS: dict[str, tuple[Call, str]] = {
     "rank": (lambda m, _, p: Saver(0).save(m, p), "rank=0 and torch.distributed says 1"),
     "keep": (lambda m, r, p: Saver().save(m, p, keep=1 - r), "keep=0 is out of range"),

@@ -290,7 +290,7 @@ def test_an_environment_of_a_part_of_the_ranks_is_refused(three_ranks):
 
 
 def _update_that_tears_a_table(rank: int, world: int) -> Any:
-    """What a backward raises where torch has no memory for a part of rank 1's update, and what its tables say afterwards."""
+    """Returns the error of a backward in which torch has no memory for a part of rank 1's update, and which tables are poisoned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EMBCACHE_KERNELS", "torch")
         model = sharded(Model(Settings(tiers=TierBudgets(host_bytes="4MiB", device_bytes="64KiB"))), ROW_WISE, SGD)

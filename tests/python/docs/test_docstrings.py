@@ -190,7 +190,7 @@ def test_a_public_name_says_what_it_is(name: str) -> None:
         assert not silent
 
 
-# What an enumeration takes when it is called is Python's.
+# The arguments of a call of an enumeration are Python's own.
 @pytest.mark.parametrize(
     "name", sorted(PUBLIC.keys() - OPEN_IN_TORCH - {"EmbCacheWarning", "lifecycle_configs.AdmitAndEvictPolicyType"})
 )

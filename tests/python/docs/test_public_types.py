@@ -36,9 +36,9 @@ MODULES = [
 
 
 def strict(folder: Path, programs: dict[str, str]) -> dict[str, list[str]]:
-    """What pyright says of each program in strict mode, without what it says of libraries that have no types.
+    """Returns the errors of pyright for each program in strict mode, except those about libraries that have no types.
 
-    One run looks at all of them, because to read torch's types takes most of it.
+    One run checks all programs, because reading the types of torch takes most of its time.
     """
     for name, program in programs.items():
         (folder / f"{name}.py").write_text(program)
@@ -102,7 +102,7 @@ def looked_at() -> list[str]:
 
 @pytest.fixture(scope="module")
 def said(looked_at: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What pyright says of a program that looks at everything public, of README's programs, and of one that has an unknown type."""
+    """Errors of pyright for a program that uses all public names, for README's programs, and for one that has an unknown type."""
     readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     programs = {
         "public": "\n".join(looked_at) + "\n",

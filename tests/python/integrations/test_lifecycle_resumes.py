@@ -174,7 +174,7 @@ def test_any_number_of_ranks_goes_on_from_megatrons_checkpoint_of_two(
 
 
 class Remembers(Recommender):
-    """What a run began with."""
+    """Records the state that a run started with."""
 
     begun: Any = None
 

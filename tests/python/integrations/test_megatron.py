@@ -317,7 +317,7 @@ def test_async_save_waits_for_tables_and_fails_with_them(path: Path, monkeypatch
     with pytest.raises(StorageError, match="the disk is full"):
         request.finalize_fns[0]()
     assert not (path / "metadata.json").exists()
-    # What the failed one wrote is no part of the next save of the process, which has other files, and more of them.
+    # The files of the failed save are not part of the next save of the process, which has other files, and more of them.
     monkeypatch.undo()
     again = path.parent / "again"
     again.mkdir()

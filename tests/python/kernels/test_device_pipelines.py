@@ -106,7 +106,7 @@ def batches() -> Iterator[Batch]:
 
 
 class CpuStream(torch.cpu.Stream):
-    """What torch gives for a stream of the CPU, with the device that TorchRec asks for."""
+    """The CPU stream of torch, with the `device` attribute that TorchRec reads."""
 
     device = DEVICE
 
@@ -451,7 +451,7 @@ def test_calls_between_steps_find_the_rows_of_the_plain_loop(seed: int, tmp_path
                     rows.import_rows(ids, torch.full((40, rows.dim), float(step)))
         else:
             pipeline.detach()
-            # Of the next batch some rows are on the device by now that no batch has trained.
+            # Some rows of the next batch are already on the device although no batch has trained them.
             both_evaluate([model, plain], steps[min(step + 1, STEPS - 1)])
             pipeline.attach()
         assert rows_of(model) == rows_of(plain), what
@@ -567,7 +567,7 @@ def test_a_batch_whose_rows_could_not_move_ahead_trains_all_the_same(
     assert interrupted == isinstance(error, KeyboardInterrupt)
     assert interrupted or torch.equal(torch.stack(losses), want)
     assert ("fetched or moved ahead" in caplog.text) is not bool(interrupted)
-    # What did not move is not counted.
+    # Rows that did not move are not counted.
     assert looked_up(model) == distinct_ids(list(batches()))
     assert rows_of(model) == rows_of(plain)
     assert pinned_rows(model) == 0

@@ -174,7 +174,7 @@ def model(monkeypatch):
 
 
 def races_of(model):
-    """What the two works of each race use."""
+    """Returns the uses of the two works of each race."""
     uses = model.clock.uses
     return sorted({tuple(str(uses[work]) for work in pair) for pair in model.clock.races()})
 

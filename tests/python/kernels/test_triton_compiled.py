@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow  # compiles every launch of the kernels
 DIMS = {80: [16, 64, 256, 1024, 37, 2100], 90: [32, 64, 128, 512, 33, 1025, 2100]}
 #: Widths of batches that are ragged (see `compiled_kernels.Batch`). Others are not crossed with it, which would take too long.
 RAGGED = [64, 2100]
-#: Whether a batch has every kind of backward of every kernel, or one kind of each in turn, so that each pair of them is compiled.
+#: If true, a batch has every kind of backward of every kernel. Otherwise it has one kind of each in turn, so that each pair of them
+#: is compiled.
 EVERY_LAUNCH = os.environ.get("EMBCACHE_EVERY_LAUNCH") == "1"
 #: IEEE operations, each of which rounds once.
 EXACT = {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
@@ -55,7 +56,7 @@ def launches():
 
 
 def place(facts):
-    """Which launch it is."""
+    """Returns the values that identify the launch."""
     flags = {name: facts[name] for name in facts if name.isupper() and name != "KIND"}
     return facts["kernel"], f"sm_{facts['generation']}", facts["dim"], "ragged" if facts["ragged"] else "", str(flags)
 

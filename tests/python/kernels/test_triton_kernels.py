@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_of_torch")
 
 
 def on_each(run):
-    """What `run` gives with the core's kernels and with Triton's."""
+    """Returns the results of `run` with the native kernels and with Triton's."""
     results = []
     for kernels in ("core", "triton"):
         with pytest.MonkeyPatch.context() as patch:

@@ -131,7 +131,7 @@ def test_levels_may_be_any_integers(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_ctrl_c_while_levels_are_read_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python runs signal handlers in the code of loggers too. What was called can be called again."""
+    """Python runs signal handlers in the code of loggers too. The interrupted call can be repeated."""
     table = opened(tmp_path)
     bag = make_bag(tiers=ssd_tiers(tmp_path))
     calls = {
@@ -252,7 +252,7 @@ def test_the_end_of_a_process_logs_what_is_left_and_does_not_hang(tmp_path: Path
 
 @pytest.mark.slow
 def test_slow_handlers_and_those_that_raise_lose_nothing_at_the_end(tmp_path: Path) -> None:
-    """What waits takes longer, all together, than the end waits for a handler that is under way."""
+    """The queued records together take longer than the exit waits for a running handler."""
     script = """
     class Handler(logging.Handler):
         def emit(self, record):

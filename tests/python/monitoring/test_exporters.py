@@ -138,7 +138,7 @@ def test_a_sample_has_every_number_of_a_table_that_has_all_parts(tmp_path: Path)
 
 
 def expected(metric: Metric, value: Any, own: tuple[str, str]) -> dict[tuple[str, Any], float]:
-    """What a scrape should have for one number."""
+    """Returns the samples that a scrape should have for one value."""
     if metric.kind == "histogram":
         found: dict[tuple[str, Any], float] = {
             (f"{metric.name}_count", labels(*own)): value.count,

@@ -187,7 +187,7 @@ def _collections(dice: random.Random, shape: Shape) -> list[Tensor]:
 
 
 def _trained(model: nn.Module, dice: random.Random, shape: Shape, *, weighted: bool) -> list[Tensor]:
-    """What forwards give, and the rows after their backwards."""
+    """Returns the outputs of forwards, and the rows after their backwards."""
     modules, results = cache_modules(model), []
     for _ in range(4):
         keys = dice.choice([["a", "b", "c"], ["b", "c", "a"], ["c", "unread", "a", "b"]])
@@ -385,7 +385,10 @@ def test_checkpoints_of_tensors_take_every_form(
 
 
 def _native_calls(seed: int, shaped: int | None, shape: Callable[[F32], F32]) -> list[object]:
-    """What each call that takes a matrix gives, and the rows after it. Call `shaped` gets it by `shape`; None: it is refused."""
+    """Returns the result of each call that takes a matrix with the rows after it, or None if the call is rejected.
+
+    Call number `shaped` gets its matrix from `shape`.
+    """
     dice = random.Random(seed)
     module = EmbCacheEmbedding(name="item", embedding_dim=DIM, tiers=TIERS, optimizer=optimizers.SGD(lr=0.5))
     native, ids = shard_of(module.table).native, np.array(dice.sample(IDS[3:], dice.choice([1, 2, 5])))

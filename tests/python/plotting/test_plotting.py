@@ -66,7 +66,7 @@ def samples_of(path: Path) -> list[Sample]:
 
 
 def texts(picture: str) -> list[str]:
-    """What is written in an SVG."""
+    """Returns the texts of an SVG."""
     return ["".join(found.itertext()) for found in ET.fromstring(picture).iter() if found.tag.endswith("}text")]
 
 

@@ -62,7 +62,7 @@ def train_until_killed(say: Callable[[tuple[str, int]], None], root: str) -> Non
 
 
 def check(table: Any, path: Path) -> None:
-    """Whether a table with an SSD tier has the rows and the counts of its step, by way of a checkpoint and a table in RAM."""
+    """Checks that a table with an SSD tier has the rows and the counts of its step, through a checkpoint and a table in RAM."""
     Saver(0).save(table, path)
     in_ram = counting()
     Saver(0).load(in_ram, path)

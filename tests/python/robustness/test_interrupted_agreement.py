@@ -98,7 +98,7 @@ def step_of(model: Any) -> int:
 
 
 def agreed(value: Any) -> Any:
-    """What all ranks say, who have to say the same."""
+    """Returns `value`, and checks that all ranks have the same one."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     assert everyone == [value] * len(everyone)
@@ -106,7 +106,7 @@ def agreed(value: Any) -> Any:
 
 
 def check_a_stop(name: str, stop_at: int, within: str, folder: Path, references: list[Rows]) -> bool:
-    """Stop an operation at a line, and do it again. Whether the tables were swept when it was stopped."""
+    """Stops an operation at a line, and repeats it. Returns true if the tables were swept when it was stopped."""
     before, swept, expected = references
     model = made(name)
     at, error = stopped(lambda: OPERATIONS[name](model, folder), stop_at, within)

@@ -70,7 +70,7 @@ def goes_on(bag: EmbCacheEmbeddingBag, folder: Path, turn: int) -> None:
 def check_nothing_is_held(bag: EmbCacheEmbeddingBag, name: str, path: Path) -> None:
     """Check that further saves to `path` remove all that an interrupted save or load left there, and all that it read.
 
-    What DCP wrote for a save that did not end is held by its writer, which lives as long as the error.
+    The files that DCP wrote for an unfinished save are held by its writer, which exists as long as the error.
     """
     if name == "delta":
         Saver(0).save(bag, path, incremental=True)

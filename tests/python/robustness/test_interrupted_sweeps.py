@@ -15,7 +15,7 @@ from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, evict
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import All, Policy, Score, Ttl
 
-# Of the 60 ids of these batches some are taken by either rule.
+# Either rule expires some of the 60 ids of these batches.
 RULES = [Ttl(steps=3), All([Ttl(steps=1), Score(below=1.5)])]
 OPERATIONS: dict[str, Operation] = {
     "evict": lambda bag, _path: evict(bag),

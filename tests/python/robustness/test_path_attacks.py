@@ -35,7 +35,7 @@ __all__ = ["place"]  # fixtures
 
 
 def works_while_swapped(door: Any, bag: Any, place: Place, owner: Any, name: str, after: bool) -> bool:
-    """Whether a save or a load succeeds although the directory is swapped at a call. Otherwise it must refuse the path."""
+    """Returns true if a save or a load succeeds although the directory is swapped at a call. Otherwise it must reject the path."""
     with pytest.MonkeyPatch.context() as patched:
         swapping(patched, place, owner, name, after)
         try:
@@ -125,7 +125,7 @@ def test_paths_that_escape_or_name_wrong_files_are_rejected(door: Door, tmp_path
     wrong = ["link", "link/below", "nowhere", "a/../b", "..", "api_key", "a/password/b", "x" * 1025]
     for path in [*(Path(f"{tmp_path}/{name}") for name in wrong), Path("/etc/embcache"), Path("/proc/x"), Path("/usr")]:
         for use in door:
-            # What the command merges is found by basic rules, which judge no name. Nothing can be made in /proc there.
+            # The command finds the files to merge by basic rules, which check no names. It cannot create anything in /proc.
             with pytest.raises((PathError, StorageError) if str(path) == "/proc/x" else PathError):
                 use(bag, path)
     assert sorted(tmp_path.iterdir()) == before

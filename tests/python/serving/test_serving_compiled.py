@@ -112,7 +112,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 def works(way: Callable[[Any], Any], model: nn.Module) -> bool:
-    """Whether it can be done, and gives what the model gives, also for another number of ids."""
+    """Returns true if `way` works and its result equals that of the model, also for another number of ids."""
     torch._dynamo.reset()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

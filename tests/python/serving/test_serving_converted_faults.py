@@ -30,7 +30,7 @@ def ckpt(tmp_path: Path) -> Path:
 
 
 def bits(version: serving.Version, name: str, ids: list[int]) -> tuple[bytes, list[bool]]:
-    """What ids read, bit for bit, and which of them have a row."""
+    """Returns the vectors of the ids, bit for bit, and which ids have a row."""
     rows = version[name].lookup(ids)
     return rows[:].contiguous().numpy().tobytes(), rows.found.tolist()
 
@@ -263,7 +263,7 @@ LIVES: dict[str, Any] = {}
 
 
 def begin(rank: int, world: int, path: str) -> Any:
-    """Train and save in full. What was trained stays in this process."""
+    """Trains and saves in full. The trained model stays in this process."""
     policy = Policy([Ttl(steps=4), Score(below=0.05)])
     model = Model(Settings(options={"eviction": policy, "score_half_life_steps": HALF_LIFE}))
     apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})

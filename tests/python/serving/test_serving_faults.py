@@ -191,7 +191,7 @@ def test_a_damaged_index_is_made_anew(ckpt: Path, capsys: pytest.CaptureFixture[
 
 
 def command_index(ckpt: Path) -> None:
-    """What `embcache index` does."""
+    """Runs `embcache index`."""
     main(["index", str(ckpt)])
 
 

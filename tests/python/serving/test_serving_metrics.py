@@ -40,7 +40,7 @@ def ckpt(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _levels_as_before() -> Iterator[None]:
-    """What the core logs goes nowhere else than to this test."""
+    """Passes the log records of the native extension only to this test."""
     _native.drain_log()
     yield
     _native.drain_log()
@@ -69,13 +69,13 @@ def by_field(families: Iterable[Metric]) -> dict[str, Sample]:
 
 
 def scrape(exporter: PrometheusExporter) -> dict[str, Sample]:
-    """What is scraped of one directory."""
+    """Returns the scraped samples of one directory."""
     answer = httpx.get(exporter.url, timeout=300, trust_env=False).raise_for_status()
     return by_field(text_string_to_metric_families(answer.text))
 
 
 def numbers(told: dict[str, Sample], *fields: str) -> list[float]:
-    """What a scrape says of these fields."""
+    """Returns the values of these fields in a scrape."""
     return [told[field].value for field in fields]
 
 
@@ -84,7 +84,7 @@ def exporter_of(tables: serving.Tables) -> PrometheusExporter:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the core has warned of while it served."""
+    """Returns the warnings of the native extension while it served."""
     _native.drain_log()
     return [record.getMessage() for record in caplog.records if (record.name, record.levelname) == (LOGGER, "WARNING")]
 
@@ -163,7 +163,7 @@ def test_data_past_its_age_limit_is_exported_as_stale(ckpt: Path, on_stale: str)
         if on_stale == "raise":
             with pytest.raises(StaleError, match=first):
                 tables.pin()
-        # What is stale because the newer checkpoint cannot be served says both.
+        # Tables that are stale because the newer checkpoint cannot be served report both.
         damage(ckpt, publish(table, saver, ckpt, 20.0))
         with pytest.raises(CorruptionError):
             tables.poll()

@@ -309,7 +309,7 @@ def test_version_released_during_lookups_gives_rows_or_an_error(ckpt: Path) -> N
                 return (item or version["item"]).lookup(IDS).tolist()
 
             def of_with(version: serving.Version = version) -> object:
-                # What a thread enters it also ends, so that it is entered only where it was let go.
+                # A thread that enters a version also exits it, so the version is entered only after it was released.
                 if version.is_pinned:
                     return version.published_at > 0 and ROWS
                 with version:

@@ -36,7 +36,7 @@ def bag_of(policy: CachePolicy = "s3fifo", host: str = "64MiB", **more: object) 
 
 
 def zipf(numbers: np.random.Generator, lookups: int, ids: int, exponent: float) -> Ids:
-    """Ids below `ids`, drawn by a zipf distribution. Which id has which rank is random."""
+    """Returns ids below `ids`, drawn from a Zipf distribution. The rank of each id is random."""
     shares = 1.0 / np.arange(1, ids + 1) ** exponent
     ranks = np.searchsorted(np.cumsum(shares) / shares.sum(), numbers.random(lookups))
     return numbers.permutation(ids)[np.minimum(ranks, ids - 1)].astype(np.int64)

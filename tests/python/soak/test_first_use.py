@@ -1,6 +1,6 @@
-"""What people stumbled on who used the package for the first time, with README.md open and nothing else.
+"""Problems that first-time users of the package had with only README.md at hand.
 
-Where a newcomer starts a program in a bare folder, so does the test. Every message says what to do, in words that can be typed.
+The tests start programs in an empty folder, as a newcomer does. Every message names the remedy, in words that can be typed.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def programs() -> list[str]:
 
 
 def start(program: str) -> subprocess.CompletedProcess[str]:
-    """What a program that was pasted into a file does."""
+    """Runs a program as if it was pasted into a file, and returns the finished process."""
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
 
 
@@ -244,7 +244,7 @@ def test_repr_shows_the_optimizer_and_changes_nothing() -> None:
     assert "optimizer=RowWiseAdagrad(lr=0.1)" in first
     assert "rows=not opened yet" in first
     assert not os.listdir("cache")
-    # What was printed is not what is trained with: another optimizer may be applied until the first step.
+    # The printed optimizer is not final: another one may be applied until the first step.
     other = nn.Sequential(collection(optimizer=None))
     assert "optimizer=none" in str(other)
     apply_optimizer_in_backward(torch.optim.Adagrad, other.parameters(), {"lr": 0.3})

@@ -119,7 +119,7 @@ class Expected:
         return [sum(of_tables) for of_tables in zip(*read, strict=True)]
 
     def before(self, what: str, step: Step) -> list[float]:
-        """What the samples read of both tables together, for each sample."""
+        """Returns the sum of the values that each sample reads from both tables."""
         if what == "evaluate":
             return self._sum(table.read(step.ids[name]) for name, table in self.tables.items())
         abandoned = copy.deepcopy(self.tables)

@@ -215,7 +215,7 @@ def test_two_servers_live_through_all_faults(soak: dict[str, ModuleType], tmp_pa
         assert sum(window["stale"] for window in windows) > 0
         assert windows[-1]["version"] == ran.published.newest.name
     assert len(ran.published.damaged) == 3
-    # What was killed amid its save is none of the published ones, and each run of the trainer went on from what was.
+    # A save that was killed is not among the published checkpoints, and each run of the trainer resumed from a published one.
     assert figures["saves"] + 1 == figures["failed_saves"] + len(ran.published.checkpoints)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line for line in lines if "process" in line] == json.loads(json.dumps(ran.windows))

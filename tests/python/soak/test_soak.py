@@ -107,7 +107,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 
 
 class Promises:
-    """What the next process must find: the rows of the last flush and of the last save that returned, and of those begun since."""
+    """Rows that the next process must find: those of the last flush and save that returned, or of those started since."""
 
     def __init__(self, notes: Path) -> None:
         self._notes = notes

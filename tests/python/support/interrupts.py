@@ -107,7 +107,7 @@ def stopped(work: Callable[[], object], stop_at: int, within: str = PACKAGE) -> 
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether the interrupt came through, by itself or in what DCP makes of errors, or was caught after the work was done."""
+    """True if the interrupt was raised, directly or in an error of DCP, or was caught after the work was done."""
     return error is None or isinstance(error, KeyboardInterrupt | EmbCacheError) or "KeyboardInterrupt" in repr(error)
 
 

@@ -318,7 +318,7 @@ def test_an_index_that_fills_the_host_budget_says_how_much_is_needed(tmp_path: P
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """What is logged at INFO or above from here on."""
+    """Messages logged at INFO or above during the test."""
     said: list[str] = []
 
     class Keeps(logging.Handler):
@@ -369,7 +369,7 @@ def test_events_are_logged_once_at_info_and_steps_are_not(tmp_path: Path, logged
         )
         logged.clear()
         Saver(0).save_async(bag, tmp_path / "saved").result()
-        # Who waits for a future is woken before its callbacks are called, and one of those writes the line.
+        # A thread that waits for a future is woken before its callbacks are called, and one of those writes the line.
         until(lambda: any(" saved " in line for line in logged))
         assert len([line for line in logged if " saved " in line]) == 1
         logged.clear()
@@ -387,7 +387,7 @@ def test_events_are_logged_once_at_info_and_steps_are_not(tmp_path: Path, logged
 
 
 def save_on(rank: int, _size: int, path: str) -> list[str]:
-    """What each rank logs about a save."""
+    """Returns the messages that this rank logs about a save."""
     said: list[str] = []
 
     class Keeps(logging.Handler):

@@ -72,7 +72,7 @@ def test_importing_and_training_without_torchrec_imports_no_torchrec():
 
 
 def run_without_torchrec(script: str) -> str:
-    """What `script` prints where TorchRec is not there to be imported."""
+    """Returns the output of `script` if TorchRec cannot be imported."""
     block = "import sys\nsys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"
     done = subprocess.run([sys.executable, "-c", block + script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -82,7 +82,7 @@ def test_checkpoint_is_the_state_at_the_call_and_deltas_follow(
     Saver(0).load(other, root)
     assert rows(other) == before
     assert other.table.step() == 10
-    # What was trained or has left since the call is in the next delta, which may be saved beside training too.
+    # Rows that were trained or removed since the call are in the next delta, which may be saved asynchronously too.
     bag.remove_rows(torch.tensor([7]))
     left = 4 - sum(row_id in rows(bag) for row_id in (3, -4, 5, 7))
     first = Saver(0).save(bag, root, incremental=True, keep=9)
@@ -226,7 +226,7 @@ def test_an_error_is_told_by_the_future_and_costs_nothing(root: Path, held: thre
     assert isinstance(future.exception(SECONDS), StorageError | PathError)
     unfinished.unlink(missing_ok=True)
     assert loaded(root) == before
-    # What it would have held, and what changed since, is in the next delta.
+    # The rows that it would have contained, and the changes since, are in the next delta.
     report = Saver(0).save(bag, root, incremental=True)
     assert (report.kind, report.parent, report.tombstones) == ("delta", latest, 1)
     assert loaded(root) == rows(bag)

@@ -175,7 +175,7 @@ def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path: Path) -> No
 
 
 def check_staged(path: Path) -> None:
-    """Whether the checkpoint has the state of the call of an asynchronous save."""
+    """Checks that the checkpoint has the state as of the call of an asynchronous save."""
     expected, loaded = stageable(dense_state(1)), Model()
     assert same(load(blank(expected), path, loaded), expected)
     assert sorted(loaded.contents()) == rows(1)

@@ -72,7 +72,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def check(document: Any) -> Metadata | None:
-    """Read the document. None where it is refused. What is not refused must lie within its streams."""
+    """Reads the document. Returns None if it is rejected. Checks that an accepted document stays within its streams."""
     try:
         metadata = from_json(json.dumps(document).encode(), "dense.json", STREAMS)
     except (CorruptionError, UnsupportedError):

@@ -1,5 +1,5 @@
-"""What DCP asks of a storage beyond its signatures: the order of calls, the kinds of futures, what is sent and what is held, and
-when.
+"""Requirements of DCP on a storage beyond its signatures: the order of calls, the kinds of futures, and which data is sent and held
+at which time.
 """
 
 import io

@@ -139,7 +139,7 @@ def spread(kind: str, value: torch.Tensor) -> Any:
 
 
 def check(made: Any, value: torch.Tensor) -> None:
-    """Whether this rank's share of a spread tensor is that of `value`."""
+    """Checks that this rank's shard of a sharded tensor is that of `value`."""
     if isinstance(made, DTensor):
         assert torch.equal(made.full_tensor(), value)
     elif isinstance(made, ShardedTensor):

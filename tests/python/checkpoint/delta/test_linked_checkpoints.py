@@ -85,7 +85,7 @@ def test_linked_restart_is_bit_for_bit_and_rewrites_no_row(
     for module in (straight, other):
         train(module, 10, seed=1, ids=200)
     assert rows(other) == rows(straight)
-    # What was loaded is flushed and resumed as always.
+    # The loaded rows are flushed and resumed like any others.
     after = rows(other)
     other.close()
     again = make_bag(optimizer=optimizer, tiers=tiers(kind, tmp_path / "restarted"))

@@ -27,7 +27,7 @@ from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import CapacityError
 from torchrec_embcache.model import CacheModule
 
-# Of each id its weight, as a number that floats hold exactly, and the step that trained it last.
+# Each id has its weight, a number that floats represent exactly, and the step that trained it last.
 Rows = dict[int, tuple[float, int]]
 
 SEEDS = int(os.environ.get("EMBCACHE_PYTHON_CHAINS", "10"))

@@ -32,7 +32,7 @@ def weights(table: EmbCacheEmbedding) -> dict[int, float]:
     return found
 
 
-#: What `contents` gives of a row of `ssd_tier` by its weight, and of each row of `checkpoints`.
+#: Results of `contents` for a row of `ssd_tier` by its weight, and for each row of `checkpoints`.
 TIER_CONTENTS = {6.0: (6.0, None, 2, 2, 1.9993233680725098, 0), 6.5: (6.5, None, 1, 1, 1.0, 0)}
 CHAIN_CONTENTS = (0.8999999761581421, 4.0, 2, 2, 2.0, 1)
 #: The OOV row of `checkpoints`: four weights of -0.1, and the slot 4.

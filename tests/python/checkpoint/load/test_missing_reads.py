@@ -55,7 +55,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
 
 
 def served(table: dict[str, Any]) -> list[float]:
-    """What a server reads for an id without a row, by what the manifest says alone."""
+    """Returns the vector that a server reads for an id without a row, according to the manifest only."""
     said = table["missing_read"]
     if isinstance(said, dict):
         return [float(np.float32(said["value"]))] * DIM
@@ -63,7 +63,7 @@ def served(table: dict[str, Any]) -> list[float]:
         digits: str = table["oov_row"]
         return [float(np.frombuffer(bytes.fromhex(digits[at : at + 8]), ">f4")[0]) for at in range(0, 8 * DIM, 8)]
     if said == "initial":
-        # The rows of these tests are born with one number.
+        # The rows of these tests are initialized with one constant.
         assert table["initializer"]["name"] == "constant"
         return [table["initializer"]["value"]] * DIM
     assert said == "zeros"
@@ -71,7 +71,7 @@ def served(table: dict[str, Any]) -> list[float]:
 
 
 def read_by_server(path: Path) -> list[float]:
-    """What a server reads for it."""
+    """Returns the vector that a server reads for an id without a row."""
     with serving.open(path) as tables, tables.pin() as version:
         found: list[float] = version.tables[0].lookup([MISSING])[0].tolist()
     return found

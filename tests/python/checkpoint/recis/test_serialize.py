@@ -384,7 +384,7 @@ def test_missing_and_extra_names_are_rejected_untouched(path: Path) -> None:
         Loader(str(path), {"item": bag}, {"w": weight, "v": torch.zeros(1)}).load()
     assert len(bag) == 0
     assert not weight.any()
-    # What the checkpoint has besides is reported and left alone.
+    # Other content of the checkpoint is reported and not loaded.
     loaded = Loader(str(path), {"item": bag}).load()
     assert (loaded.tables, loaded.tensors, loaded.unexpected) == ({"item": len(bag)}, [], ["w"])
     assert len(bag) > 0
@@ -392,7 +392,7 @@ def test_missing_and_extra_names_are_rejected_untouched(path: Path) -> None:
     assert (loaded.tables, loaded.tensors, loaded.unexpected) == ({}, ["w"], ["item"])
     assert Loader(str(path)).load().unexpected == ["item", "w"]
     bag, weight = make_bag(), torch.zeros(3)
-    # What a filter drops was not forgotten.
+    # Names that a filter drops are not reported as missing.
     Loader(str(path), {"item": bag}, {"w": weight}, filter_func=lambda info: {"w": info["w"]}).load()
     assert len(bag) == 0
     assert weight.all()

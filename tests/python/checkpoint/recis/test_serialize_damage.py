@@ -196,7 +196,7 @@ def places(value: object, *at: Any) -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("wrong", [2**20, 2**31 - 1, 2**40, 2**62, -1, 10**30, None, "x", [], {}, 0.5, True])
 def test_no_value_of_a_manifest_makes_a_load_end_untyped(wrong: object, path: Path) -> None:
-    # What a load allocates for them is tested where allocations are counted: in tests/rust/tests/hostile/recis.rs.
+    # The allocations of a load for them are tested where they are counted: in tests/rust/tests/hostile/recis.rs.
     Saver(0, 1, 2, str(path), {"item": trained()}, {"w": torch.randn(50)}).save()
     shard = next(saved_folder(path).glob("shard-*-of-*.json"))
     good = json.loads(shard.read_text())

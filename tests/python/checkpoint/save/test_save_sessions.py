@@ -30,7 +30,7 @@ from torchrec_embcache.serialize import BlockSaver
 
 PACKAGE = Path(torchrec_embcache.__file__).parent
 SECONDS = 600.0
-# What begins a save or a load in the core, and what ends it.
+# Names that start a save or a load in the native extension, and those that end it.
 BEGINS = {
     "CheckpointSave", "CheckpointWriter", "CheckpointPart", "CheckpointSnapshot", "CheckpointReader", "ChainCompaction",
     "RecisSave",

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|u
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said of memory for counts, by the logger of tables."""
+    """Returns the warnings of the tables' logger about the memory for counts."""
     _native.drain_log()
     said = [record for record in caplog.records if "memory of its admission" in record.getMessage()]
     assert all((record.name, record.levelno) == (LOGGER, logging.WARNING) for record in said)

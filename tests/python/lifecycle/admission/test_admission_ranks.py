@@ -34,7 +34,7 @@ SAVED, END = 6, 14
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
-# What begins a save beside training, and returns what waits for its end.
+# Functions that start an asynchronous save, and return a function that waits for its end.
 
 
 def by_saver(model: Any, path: str) -> Callable[[], object]:
@@ -124,7 +124,7 @@ def test_ranks_continue_from_counts_of_other_ranks_async_save(
 
 
 def _saved_in_flight(rank: int, world: int, kind: str, path: str) -> dict[str, bool]:
-    """Save while later batches are in flight. What they have announced or forwarded is not in it."""
+    """Saves while later batches are in flight. The ids that they have prefetched or forwarded are not in the save."""
     every = list(batches(END, rank, world, size=SIZE))
     with pipelines_on_a_cpu():
         whole, drained, other = made(MIXED), made(MIXED), made(MIXED)
@@ -152,7 +152,7 @@ def test_checkpoint_in_a_pipeline_has_counts_of_finished_steps(two_ranks: World,
 
 
 def _semi_sync(rank: int, world: int) -> bool:
-    """Whether TorchRec's pipeline does the same as a loop that forwards each batch before the backward of the one before."""
+    """True if TorchRec's pipeline does the same as a loop that forwards each batch before the backward of the previous one."""
     every = list(batches(END, rank, world, size=SIZE))
     plain, piped = made(MIXED), made(MIXED)
     with pipelines_on_a_cpu():

@@ -51,7 +51,7 @@ def model_of(table: nn.Module) -> nn.Module:
     return nn.ModuleDict({"table": table})
 
 
-# What begins a save, and returns what ends it. Training goes on in between.
+# Functions that start a save, and return a function that ends it. Training continues in between.
 def beside_training(model: nn.Module, path: Path, go: threading.Event) -> Callable[[], object]:
     future = Saver(0).save_async(model, path)
     return lambda: (go.set(), future.result(SECONDS))
@@ -144,7 +144,7 @@ def test_checkpoint_has_counts_of_the_call(tmp_path: Path, held: threading.Event
 
 
 def test_without_the_counts_other_ids_get_rows(tmp_path: Path) -> None:
-    """What the other tests see would be another thing if counts were not loaded."""
+    """The other tests would have other results if counts were not loaded."""
     one, two = counting(), counting()
     train(one, range(SAVED))
     Saver(0).save(model_of(one), tmp_path / "saved", counters=False)
@@ -204,7 +204,7 @@ def test_async_saves_each_have_counts_of_their_call(tmp_path: Path, held: thread
 
 
 def test_async_save_has_counts_of_ids_that_expire_and_return(tmp_path: Path, held: threading.Event) -> None:
-    """Of the moment are also ids whose counts end meanwhile: they get rows, lose them, and begin at 0."""
+    """The snapshot has ids whose counts end during the save: they get rows, lose them, and start again at 0."""
     one, path = counting(), tmp_path / "saved"
     train(one, range(SAVED))
     expected = Counted(SAVED)

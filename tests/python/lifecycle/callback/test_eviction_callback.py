@@ -193,7 +193,7 @@ def test_the_hook_may_use_the_table_and_not_close_it():
 
 
 def raised_by(table: EmbCacheEmbedding) -> EvictionHookError:
-    """What a hook has just raised, or is about to, as a training forward raises it. Evaluations do not."""
+    """Returns the error of a hook that has just raised, or is about to, as a training forward raises it. Evaluations do not."""
     for _ in range(1_000_000):
         with torch.no_grad():
             table(torch.tensor([2]))
@@ -381,7 +381,10 @@ def test_a_process_that_ends_tells_what_is_left(tmp_path, on_ssd, fails):
 
 
 def told_on(rank: int, world: int, shardings: Any, fails: bool) -> tuple[list[Row], int, list[tuple[int, str]]]:
-    """Train some batches. What the hooks of this rank were told, how many rows left, and after which steps what was raised."""
+    """Trains some batches.
+
+    Returns the rows delivered to the hooks of this rank, the number of evicted rows, and the errors raised with their steps.
+    """
     rows: list[Row] = []
     failures = [ValueError("no store")] if fails and rank == 1 else []
 

@@ -127,7 +127,7 @@ def test_ranks_agree_under_pipelines(two_ranks, pipeline):
 
 
 def refused(rank: int, world: int, when: str) -> Any:
-    """What both ranks are told where one of them fails while they agree, and whether rows have left."""
+    """Returns the errors of this rank if a rank fails while the ranks agree, the number of evicted rows, and the table steps."""
     every = 3 if when == "step" else None
     model = made(MIXED, Policy([All([Fails(), L2Norm(below=100)])], every_steps=every))
     said = []
@@ -156,7 +156,7 @@ def test_error_on_one_rank_aborts_the_sweep_on_all(two_ranks, when):
 
 
 def with_others_settings(rank: int, world: int, options: dict[str, Any], of_rank_1: dict[str, Any]) -> Any:
-    """What this rank is told where rank 1 has other settings; and how many tables of its model can still be used."""
+    """Returns the error of this rank if rank 1 has other settings, and the number of tables of its model that can still be used."""
     model = Model(Settings(options=of_rank_1 if rank == 1 else options))
     apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
     with pytest.raises(ConfigError) as refusal:

@@ -176,7 +176,7 @@ def test_rules_are_frozen_and_equal_by_value():
 
 @dataclass(frozen=True)
 class FakeRule:
-    """What the core would be given, as text."""
+    """A rule as text, in place of the native `SweepRule`."""
 
     text: str
 

@@ -168,7 +168,7 @@ def test_every_door_saves_what_a_sweep_leaves(tmp_path, name, door):
         assert model.is_same(one)
         load_by(door, two, path)
         assert model.is_same(two)
-        # What was loaded was swept: a save without any step takes no more.
+        # The loaded rows were already swept: a save without any step evicts none.
         save_by("full", two, tmp_path / "again")
         assert model.is_same(two)
         save_by("full", one, tmp_path / "again")

@@ -126,7 +126,7 @@ def test_save_after_one_rank_swept_alone_is_full_then_deltas(two_ranks, tmp_path
 
 
 def refused(rank: int, world: int, what: str, path: str) -> Any:
-    """What both ranks are told where one of them cannot sweep, or is at another step."""
+    """Returns the error of this rank if one of the ranks cannot sweep, or is at another step."""
     policy = Policy([Ttl(steps=2)])
     model = sharded(Model(Settings(options={"eviction": policy})), ROW_WISE, {"learning_rate": 0.1})
     train_model(model, batches(3, rank, world))

@@ -217,7 +217,7 @@ def test_ranks_together_find_the_cuts_of_the_whole_table(two_ranks, three_ranks,
 
 
 def failing(rank: int, world: int) -> list[str]:
-    """What a rank is told where another one fails, or all of them do."""
+    """Returns the errors of this rank if another rank fails, or all of them do."""
     table = filled(dict.fromkeys(range(rank, 100, world), (1.0, STEP)), step=STEP + (rank == 1))
     said = []
     for step in (STEP, STEP + 1):
