@@ -167,9 +167,7 @@ pub(crate) fn check_metadata_space(config: &TableConfig) -> Result<()> {
         return Ok(());
     }
     let what = match (shared > 0, clock > 0) {
-        (true, true) => {
-            "the OOV row of not_admitted=\"oov\" and the step times, which eviction by seconds needs"
-        }
+        (true, true) => "the OOV row of not_admitted=\"oov\" and the step times, which eviction by seconds needs",
         (true, false) => "the OOV row of not_admitted=\"oov\"",
         _ => "the step times, which eviction by seconds needs",
     };
