@@ -11,8 +11,7 @@ use super::placement::{ChangeCounts, host_row_bytes};
 use super::residency::{Residency, TableStats, check_metadata_space};
 use super::row_blocks::{FoundRows, GroupSink, PickedRows, RowBlock, RowChunk};
 use super::snapshot::{
-    ExportStream, TableSnapshot, all_chunks, all_groups, current_counts, modified_chunks, modified_groups,
-    remaining_counts,
+    ExportStream, TableSnapshot, all_chunks, all_groups, current_counts, modified_groups, remaining_counts,
 };
 use super::table_context::TableContext;
 use crate::config::{AdmissionRule, EvictionRule, MissingRead, OnFull, TableConfig};
@@ -654,20 +653,9 @@ impl Table {
         ExportStream::start(&self.inner, chunk_rows)
     }
 
-    /// Like [`Table::for_each_chunk`], but for rows whose `modified_epoch` is at least `since`, at the cost of those
+    /// Like [`Table::for_each_group`], but for rows whose `modified_epoch` is at least `since`, at the cost of those
     /// rows. In RAM, reads a byte per row if `since` is the current epoch, else a header. On SSD, reads the footers of
     /// segments that have such rows.
-    pub fn for_each_modified(
-        &self,
-        since: u32,
-        chunk_rows: usize,
-        sink: &mut dyn FnMut(RowChunk) -> Result<()>,
-    ) -> Result<()> {
-        self.finish_sweep()?;
-        modified_chunks(&self.inner, since, chunk_rows.max(1), sink)
-    }
-
-    /// Like [`Table::for_each_modified`], but in groups, as in [`Table::for_each_group`].
     pub fn for_each_modified_group(&self, since: u32, sink: &mut dyn GroupSink) -> Result<()> {
         self.finish_sweep()?;
         modified_groups(&self.inner, since, sink)

@@ -443,12 +443,7 @@ fn check_all_handed_over(table: &TableInner, rows: u64, handed_over: u64) -> Res
 }
 
 /// Passes on the rows that were modified in epoch `since` or later, in chunks of at most `chunk_rows`.
-pub(crate) fn modified_chunks(
-    table: &TableInner,
-    since: u32,
-    chunk_rows: usize,
-    sink: &mut RowChunkSink<'_>,
-) -> Result<()> {
+fn modified_chunks(table: &TableInner, since: u32, chunk_rows: usize, sink: &mut RowChunkSink<'_>) -> Result<()> {
     let version = table.version();
     let mut in_ram = table.lock()?.placement.modified_in_ram(since)?;
     let ids = in_ram.as_slice();
