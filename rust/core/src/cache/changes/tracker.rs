@@ -8,7 +8,8 @@ use crate::types::Id;
 /// Bytes of tombstones that the host budget does not count: they are part of a table's fixed overhead.
 pub(crate) const FREE_HISTORY_BYTES: u64 = 64 << 10;
 
-/// The steps and epochs of a table, and the watchers that the placement notifies before a row changes or moves.
+/// The steps and epochs of a table, and the watchers of its rows. The placement notifies them before a
+/// row changes or leaves its slot, and records moves after them.
 pub(crate) struct ChangeTracker {
     /// Number of training steps.
     pub(crate) step: u64,
@@ -74,9 +75,9 @@ impl MovedRows {
         }
     }
 
-    /// Moves the recorded rows to `ids`.
+    /// Moves the recorded rows to `ids`, and frees their memory here.
     pub(crate) fn append_to(&mut self, ids: &mut Vec<Id>) {
-        ids.append(&mut self.ids);
+        ids.append(&mut std::mem::take(&mut self.ids));
     }
 
     pub(crate) fn is_empty(&self) -> bool {

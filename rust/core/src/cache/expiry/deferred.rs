@@ -4,6 +4,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::Lifecycle;
 use super::progress::SweepProgress;
@@ -40,6 +41,7 @@ impl Lifecycle {
     /// Moves the deferred rows of a sweep that has passed all tiers out of it, so that another sweep can start.
     pub(super) fn defer_rest(&mut self, placement: &mut Placement) {
         self.collect_moved(placement);
+        placement.changes.moved.stop();
         let Some(progress) = self.sweep.take() else { return };
         placement.log_sweep_ended(&progress);
         let SweepProgress { matcher, mut deferred, .. } = progress;
@@ -65,7 +67,7 @@ impl Lifecycle {
         placement.changes.history.forget();
         tracing::warn!(
             "table {:?}: more than {MOST_SWEEPS} sweeps came between the forward of a batch and its backward, and {} rows that the \
-             sweep after step {} spared live on; drop what holds the batch, such as its loss",
+             sweep after step {} deferred are kept; drop what holds the batch, such as its loss",
             placement.context.config.name,
             oldest.ids.len(),
             oldest.matcher.sweep.step
@@ -110,7 +112,7 @@ impl Lifecycle {
         (0..self.deferred.by_sweep.len()).try_for_each(|sweep| {
             let deferral = &self.deferred.by_sweep[sweep];
             let wanted: Vec<Id> = deferral.ids.iter().copied().filter(|id| ids.contains(id)).collect();
-            // The sweep has the remaining deferred rows already.
+            // The rows that stay deferred are in `deferral.ids` already.
             self.expire_in_ram(placement, &wanted, &Arc::clone(&deferral.matcher)).map(drop)
         })
     }
@@ -140,6 +142,7 @@ impl Lifecycle {
         if staged.ssd_hits == 0 {
             return Ok(());
         }
+        let started = Instant::now();
         let (dim, floats) = (placement.context.layout.dim, placement.context.floats());
         for (matcher, only) in self.matchers_of_arrivals() {
             let id = |index: usize| pins.ids[staged.rows[index].position as usize];
@@ -162,6 +165,7 @@ impl Lifecycle {
             staged.ssd_hits -= expired.len() as u64;
             staged.ssd_misses += expired.len() as u64;
         }
+        placement.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
         Ok(())
     }
 }
