@@ -296,7 +296,7 @@ class EvictionNotifier:
             if native is not None:
                 native.end_evicted_queue()
         except EmbCacheError as error:
-            _log.warning("table %r was dropped, and nobody is told of what a sweep still takes: %s", self._table, error)
+            _log.warning("table %r was dropped, and the rows of its unfinished sweep are not delivered: %s", self._table, error)
         # The thread needs only the queue. The native table is freed with its RAM and its directory.
         _notified_tables.pop(self, None)
         lost = sum(len(source.queue) for source in self._sources) if self._callback is None else 0
@@ -354,7 +354,7 @@ def _notify_at_exit() -> None:
             try:
                 native.end_evicted_queue()
             except EmbCacheError as error:
-                _log.warning("the process ends, and nobody is told of what a sweep still takes: %s", error)
+                _log.warning("the process ends, and the rows of an unfinished sweep are not delivered: %s", error)
         for thread in list(_notifier_threads):
             thread.join()
         for teller, _ in tellers:

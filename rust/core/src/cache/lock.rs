@@ -147,10 +147,7 @@ impl TableInner {
             if self.poison.cause().is_none()
                 && let Err(error) = self.during_sweeps(|| Ok(self.lock_always()), |guard| guard.notify_rest())
             {
-                tracing::warn!(
-                    "table {:?}: nobody is told of what its last sweep has taken: {error}",
-                    self.config.name
-                );
+                tracing::warn!("table {:?}: the rows of its last sweep are not delivered: {error}", self.config.name);
             }
             let mut guard = self.lock_always();
             guard.placement.end_notifying();
@@ -345,7 +342,7 @@ struct LockedTable {
     pub(crate) unusable: Option<String>,
 }
 
-/// The placement of a table, with its lock held. Poisons the table if dropped by a panic.
+/// The residency of a table, with its lock held. Poisons the table if dropped by a panic.
 pub(crate) struct TableGuard<'a> {
     poison: &'a TablePoison,
     /// Records how long the lock is held.

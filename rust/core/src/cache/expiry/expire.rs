@@ -137,8 +137,8 @@ impl Lifecycle {
             return Ok(());
         }
         let (dim, floats) = (placement.context.layout.dim, placement.context.floats());
-        let mut headers = memory::zeros("judge rows on SSD", wanted.len())?;
-        let mut vectors = memory::zeros("judge rows on SSD", wanted.len() * floats)?;
+        let mut headers = memory::zeros("match rows on SSD", wanted.len())?;
+        let mut vectors = memory::zeros("match rows on SSD", wanted.len() * floats)?;
         let absent = placement.context.read_from_ssd(ssd, &wanted, &mut headers, &mut vectors);
         let absent = absent.map_err(|error| placement.context.in_table(error))?;
         let dead_row = |&(_, at): &(Id, usize)| {

@@ -21,9 +21,9 @@ pub(crate) struct SweepProgress {
     pub(super) device: SlotRound,
     pub(super) ssd: SsdExpiryCursor,
     pub(super) pace: SweepPace,
-    /// True if the sweep replaced an unfinished one and continues from its position. With very
-    /// frequent sweeps none would finish RAM, and the SSD tier would never be visited. Such a sweep therefore visits
-    /// SSD in parallel with RAM, and once more after RAM.
+    /// True if the sweep replaced an unfinished one and continues from its position. With very frequent sweeps none
+    /// would finish RAM, and the SSD tier would never be visited. Such a sweep therefore visits SSD in parallel with
+    /// RAM, and once more after RAM.
     pub(super) is_carried: bool,
     /// True if the sweep has visited all slots of the tiers in RAM.
     pub(super) ram_passed: bool,

@@ -3,7 +3,7 @@
 //!
 //! Rows are *promoted* to the device; they are *demoted* from the device, *evicted* from RAM, *written back* to SSD,
 //! *dropped* when the table is full. Each operation notifies the [`ChangeTracker`] before a row changes or leaves its
-//! slot. Operations that also depend on admission or on sweeps are in [`residency`](super::residency).
+//! slot, and records moves in it afterwards. Operations that also depend on admission or on sweeps are in [`residency`](super::residency).
 //!
 //! Fallible work precedes moves. The docs of an operation state the changes that remain after an error, mostly none.
 

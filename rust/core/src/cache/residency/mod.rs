@@ -23,8 +23,7 @@ use crate::lifecycle::admission::RowAdmitter;
 use crate::lifecycle::{RankKeyRange, ScoreHistogram, StepClock};
 use crate::ssd::{SsdTier, StateCounters};
 use crate::stats::{AdmissionStats, EvictionStats, HistogramSnapshot, SsdStats, TierStats};
-use crate::tiers::DeviceTier;
-use crate::tiers::{HostTier, NoKernelWrites};
+use crate::tiers::{DeviceTier, HostTier, NoKernelWrites};
 use crate::types::{Id, NO_SLOT};
 
 /// The largest step of a table that can be set. Training can count on from it without an overflow.
@@ -102,7 +101,7 @@ impl Residency {
         self.finish_sweep()?;
         if step < self.placement.changes.step && self.lifecycle.has_deferred(&self.placement) {
             return Err(self.placement.in_use_error(
-                "the step is to be set back, and rows that a sweep spares are used by batches in flight",
+                "the step is to be set back, and rows that a sweep has deferred are used by batches in flight",
             ));
         }
         self.placement.changes.step = step;
@@ -197,7 +196,9 @@ impl Residency {
                 return Err(error);
             }
             let table = &self.placement.context.config.name;
-            tracing::warn!("table {table:?}: a sweep could not be finished, and nobody is told of the rest: {error}");
+            tracing::warn!(
+                "table {table:?}: a sweep could not be finished, and its remaining rows are not delivered: {error}"
+            );
         }
         Ok(())
     }
