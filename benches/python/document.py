@@ -33,7 +33,7 @@ Unless said otherwise: ids drawn with exponent 1.05 over 10M ids (*zipf105*), sc
 are powers of 1000.
 """
 ON_A_GPU = """`make bench-cuda` measures these where there is a CUDA device.
-[gpu.md](gpu.md#what-a-step-should-cost) says what they should be.
+[gpu.md](gpu.md#predicted-cost-of-a-step) predicts them.
 """
 # A row of the serving soak, and the plots that such a run writes next to results.json, by their names in docs/.
 SOAK = "serving_soak_p99_ms"

@@ -185,7 +185,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "checkpoint.Progress",
             "EmbCacheStorageWriter",
             "EmbCacheStorageReader",
-            "model._state_dict.TableState",
+            "TableState",
             "integrations.lightning.EmbCacheCheckpoint",
             "integrations.megatron.register",
             "integrations.megatron.sharded_tables",
