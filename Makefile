@@ -128,6 +128,7 @@ stress: $(NATIVE)
 lint: $(NATIVE)
 	cargo fmt --all --check
 	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+	cargo clippy --quiet --locked -p embcache -p embcache-pyext -- -D warnings
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) tools/lint

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         EmbCacheShardedEmbeddingCollection,
     )
     from .distributed.train_pipeline import EmbCacheTrainPipelineSparseDist
+    from .model._state_dict import TableState
     from .modules import (
         EmbCacheEmbeddingBagCollection,
         EmbCacheEmbeddingBagConfig,
@@ -65,6 +66,7 @@ __all__ = [
     "RowMetadata",
     "Saver",
     "SsdStats",
+    "TableState",
     "TableStats",
     "TierBudgets",
     "TierStats",
@@ -94,6 +96,7 @@ _LAZY: dict[str, str] = {
     "EmbCacheStorageWriter": "checkpoint.dcp",
     "EmbCacheTrainPipelineSparseDist": "distributed.train_pipeline",
     "Saver": "checkpoint",
+    "TableState": "model._state_dict",
 }
 _NEED_TORCHREC = {"modules", "distributed", "distributed.train_pipeline"}
 
@@ -111,8 +114,8 @@ def __getattr__(name: str) -> Any:
         if (error.name or "").split(".")[0] not in ("torchrec", "fbgemm_gpu"):
             raise
         raise ModuleNotFoundError(
-            f"{name} needs TorchRec, and there is no module {error.name!r}: pip install 'torchrec-embcache[torchrec]', or, "
-            "without an NVIDIA driver, what requirements/cpu.txt names",
+            f"{name} needs TorchRec, and there is no module {error.name!r}: pip install 'torchrec-embcache[torchrec]'; without an "
+            "NVIDIA driver, see docs/install.md",
             name=error.name,
         ) from error
     globals()[name] = value

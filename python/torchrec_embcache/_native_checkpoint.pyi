@@ -122,7 +122,7 @@ class NewestCheckpoint:
     id: CheckpointId
     merged: CheckpointId | None  # the delta that it was merged from
     next_epoch: int
-    kind: Literal["full", "delta", "linked"]
+    kind: Literal["full", "delta", "linked", "serving"]
     tables: list[SavedTable]
 
 @final
@@ -192,7 +192,7 @@ class TableStep:
 
 @final
 class RecisSave:
-    """One shard's part of a block-level save. While it exists the part is not removed, and no other process writes the shard.
+    """One shard's part of a RecIS-format save. While it exists the part is not removed, and no other process writes the shard.
 
     `steps`: those of the tables. Ctrl-C interrupts a wait for other processes.
     """
@@ -224,7 +224,7 @@ class RecisBlockShape:
 
 @final
 class RecisTableInfo:
-    """Metadata of a table in a block-level save."""
+    """Metadata of a table in a RecIS-format save."""
 
     name: str
     dim: int
@@ -242,7 +242,7 @@ class RecisRun:
 
 @final
 class RecisReader:
-    """The latest complete block-level save of a directory, with verified manifests. It is kept until `release`."""
+    """The latest complete RecIS-format save of a directory, with verified manifests. It is kept until `release`."""
 
     def __new__(cls, directory: CheckpointDirectory) -> RecisReader: ...
     def release(self) -> None: ...  # closes its files, so that saves may remove it; idempotent
@@ -367,7 +367,7 @@ class CheckpointReader:
     id: CheckpointId
     chain_names: list[str]  # names, latest first
     next_epoch: int
-    kind: Literal["full", "delta", "linked"]
+    kind: Literal["full", "delta", "linked", "serving"]
     def release(self) -> None: ...  # ends reading, so that saves may remove them
     def tables(self) -> list[SavedTable]: ...
     def check_table(

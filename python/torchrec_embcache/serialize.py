@@ -16,9 +16,9 @@ Examples:
 
 A table is a block of ids and a block for each of its slots: the weights ("embedding"), the optimizer's, by torch's names, and the
 metadata. Rows are stored in runs of at most 16 MiB, each sorted by (bucket, `uint64(id)`), so that a shard of any number of shards
-reads only its own rows; see `buckets`. RecIS' indexes name the slice of `uint64(id) mod total_num_buckets` that contains the ids of
-a block. `docs/design-checkpoint.md` describes the files. Every byte has a checksum that a load verifies. Names with "@" or "^" are
-rejected: RecIS reserves them.
+reads only its own rows; see `_buckets`. RecIS' indexes name the slice of `uint64(id) mod total_num_buckets` that contains the ids
+of a block. `docs/design-checkpoint.md` describes the files. Every byte has a checksum that a load verifies. Names with "@" or "^"
+are rejected: RecIS reserves them.
 """
 
 from .checkpoint.recis._arguments import split_sparse_dense_state_dict

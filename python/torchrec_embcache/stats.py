@@ -57,7 +57,7 @@ class Histogram:
         For example `table.stats().row_wait.quantile(0.99) / 1e6` is a time in milliseconds.
         """
         if not 0.0 <= q <= 1.0:
-            raise InputError(f"q={q!r} is no share: give a number from 0 to 1, as 0.99")
+            raise InputError(f"q={q!r} is out of range: give a number from 0 to 1")
         seen = 0
         for bound, count in self.buckets:
             seen += count

@@ -2,7 +2,7 @@
 
 `CoreBackend` runs the Rust core's kernels on the CPU, directly on the host tier's rows or on a device tier of CPU tensors.
 `TorchBackend` runs torch ops over the cache slots of a device tier, on any device. The two agree to float tolerance. The result of
-each is bitwise independent of the tier sizes. `triton_backend` has a third backend, bitwise identical to the core's; `backends`
+each is bitwise independent of the tier sizes. `triton_backend` has a third backend, bitwise identical to the core's; `select`
 selects one.
 
 Shapes: T tables of a lookup, F features, B bags per feature, N occurrences of ids, U distinct rows of a table, D a table's width, V

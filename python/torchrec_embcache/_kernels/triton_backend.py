@@ -1,6 +1,6 @@
 """The Triton kernel backend, over the cache slots of device tiers.
 
-Importing this module imports triton. `backends` handles the case that it is not installed. Shapes are those of `kernels`.
+Importing this module imports triton. `select` handles the case that it is not installed. Shapes are those of `core`.
 """
 
 from __future__ import annotations

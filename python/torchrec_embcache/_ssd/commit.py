@@ -56,17 +56,17 @@ def new_commit_id(known_ids: Iterable[int]) -> int:
     (The native table assigns the commit id of a flush of one table: the next even number.)
     """
     newest = max(known_ids, default=0)
-    token = (newest + 2 + secrets.randbits(_STEP_BITS)) | 1
-    if token >= 1 << 64:
+    commit_id = (newest + 2 + secrets.randbits(_STEP_BITS)) | 1
+    if commit_id >= 1 << 64:
         raise StateError(
-            f"no flush can follow one with the token {newest}: save the model with Saver and load it into an empty ssd_dir"
+            f"no flush can follow one with the commit id {newest}: save the model with Saver and load it into an empty ssd_dir"
         )
-    return token
+    return commit_id
 
 
 def commit_ids_of_roots(roots: Iterable[CommitRoot]) -> list[int]:
     """Returns the commit ids of the commit records in these roots, even if no table has their states. Raises `StorageError`."""
-    return [token for root, _ in roots for token in CommitDirectory(*root).commit_ids()]
+    return [commit_id for root, _ in roots for commit_id in CommitDirectory(*root).commit_ids()]
 
 
 def is_multi_table(commit_id: int) -> bool:
@@ -124,8 +124,8 @@ class CommitParticipant:
         if unwanted:
             # Tables outside this flush may have been part of an earlier one.
             unwanted -= _commit_ids_below(self.root)
-        for token in unwanted:
-            CommitDirectory(*self.root).forget(token)
+        for commit_id in unwanted:
+            CommitDirectory(*self.root).forget(commit_id)
 
 
 def _commit_ids_below(root: SsdRoot) -> set[int]:
@@ -137,7 +137,7 @@ def _commit_ids_below(root: SsdRoot) -> set[int]:
         for shard in _list_directory(table)
         if "-of-" in os.path.basename(shard)
     ]
-    return {token for shard in shards for token in Table.commit_ids(shard, *root)}
+    return {commit_id for shard in shards for commit_id in Table.commit_ids(shard, *root)}
 
 
 def _list_directory(directory: str) -> list[str]:
@@ -205,15 +205,15 @@ def newest_committed(root: SsdRoot, commit_ids: Sequence[int]) -> int | None:
 
     Raises the errors of `is_committed`.
     """
-    return next((token for token in reversed(commit_ids) if is_committed(root, token)), None)
+    return next((commit_id for commit_id in reversed(commit_ids) if is_committed(root, commit_id)), None)
 
 
 def find_resume_commit(root: SsdRoot, table_dir: str, commit_ids: Sequence[int]) -> int | None:
     """Like `newest_committed`, but raises `StateError` if there are states and none is complete."""
-    token = newest_committed(root, commit_ids)
-    if token is None and commit_ids:
+    commit_id = newest_committed(root, commit_ids)
+    if commit_id is None and commit_ids:
         raise StateError(
             f"{table_dir} holds only a flush of several tables that did not finish: load a checkpoint with Saver, or reopen with "
             'TierBudgets(reopen="discard"), or with "auto", which starts anew where nothing can be resumed'
         )
-    return token
+    return commit_id

@@ -84,9 +84,9 @@ def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> Non
     agree(read_known_ids)
     # Read again: if two ranks name a new root at the same time, both then see both names, and agree.
     everyone = gather(agree(commit_roots))
-    token = commit.new_commit_id(token for tokens in gather(known) for token in tokens)
+    commit_id = commit.new_commit_id(commit_id for commit_ids in gather(known) for commit_id in commit_ids)
     # Each rank's commit id is a random step ahead. All ranks take the largest.
-    token = max(gather(token))
+    commit_id = max(gather(commit_id))
     marks = agree(lambda: commit.commit_participants(me, everyone))
 
     def for_each(work: Callable[[T], object], of: Iterable[T]) -> None:
@@ -103,15 +103,17 @@ def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> Non
         # Collective, because a warning may be turned into an error.
         agree(lambda: _warn_of_coordinators(sorted(root.path for root, _ in coordinators)) if me == 0 else None)
     versions: list[int] = []
-    for_each(lambda table: versions.append(table.flush_with_commit_id(token)), tables)
-    for_each(lambda mark: mark.prepare(token), marks)
-    for_each(lambda mark: mark.commit_as_coordinator(token), marks)
+    for_each(lambda table: versions.append(table.flush_with_commit_id(commit_id)), tables)
+    for_each(lambda mark: mark.prepare(commit_id), marks)
+    for_each(lambda mark: mark.commit_as_coordinator(commit_id), marks)
     for table, version in zip(tables, versions, strict=True):
         table.mark_flushed(version, by_all_ranks=not single_rank)
-    for_each(lambda mark: mark.commit_as_participant(token), marks)
-    mine = agree(lambda: [token for table in tables for token in table.commit_ids()])
-    kept = {token for tokens in gather(mine) for token in tokens}
-    old = {token for tokens in gather(published) for token in tokens if commit.is_multi_table(token)} - kept
+    for_each(lambda mark: mark.commit_as_participant(commit_id), marks)
+    mine = agree(lambda: [commit_id for table in tables for commit_id in table.commit_ids()])
+    kept = {commit_id for commit_ids in gather(mine) for commit_id in commit_ids}
+    old = {
+        commit_id for commit_ids in gather(published) for commit_id in commit_ids if commit.is_multi_table(commit_id)
+    } - kept
     for_each(lambda mark: mark.forget_commits(old), marks)
     if tables:
         _log.info(

@@ -133,8 +133,8 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _extra_state(metadata_blob: bytes) -> dict[str, Any]:
     """Returns the `EXTRA_STATE` of a metadata blob. Raises `ValueError` if its clock cannot be parsed."""
-    has_shared_row = metadata_blob.startswith(_OOV_ROW)
-    if has_shared_row:
+    has_oov_row = metadata_blob.startswith(_OOV_ROW)
+    if has_oov_row:
         numbers, metadata_blob = _parse_number(metadata_blob, len(_OOV_ROW), 4)
         metadata_blob = metadata_blob[4 * numbers :]
     clock = ""
@@ -142,7 +142,7 @@ def _extra_state(metadata_blob: bytes) -> dict[str, Any]:
         length, metadata_blob = _parse_number(metadata_blob, len(_CLOCK_HEADER), 8)
         clock = json.loads(metadata_blob[:length])
     # Only its presence is shown: its values would fill pages.
-    return {"oov_row": "yes" if has_shared_row else None, "step_times": count_step_times(clock)}
+    return {"oov_row": "yes" if has_oov_row else None, "step_times": count_step_times(clock)}
 
 
 def _parse_number(data: bytes, offset: int, width: int) -> tuple[int, bytes]:

@@ -137,10 +137,10 @@ def _advance_failed_steps(tables: Mapping[str, CacheTable], group: dist.ProcessG
             if table.is_open:
                 mine[name] = table.step(), shard_of(table).native.oov_row()
     for theirs in all_gather(mine, group):
-        for name, (step, shared_row) in theirs.items():
+        for name, (step, oov_row) in theirs.items():
             if name in mine and step > mine[name][0]:
-                mine[name] = step, shared_row
+                mine[name] = step, oov_row
                 native = shard_of(tables[name]).native
                 native.set_step(step)
-                if shared_row is not None:
-                    native.set_oov_row(shared_row)
+                if oov_row is not None:
+                    native.set_oov_row(oov_row)

@@ -1,7 +1,7 @@
 """Sends ids to the rank that owns their bucket, and pooled rows back.
 
 These are TorchRec's own shardings, with its exchanges of inputs and outputs, changed in two ways. Row-wise, an id is sent unchanged
-to the rank that owns its bucket (see `buckets`). The ids of an averaged bag of length L get weights of 1/L before the bag is split
+to the rank that owns its bucket (see `_buckets`). The ids of an averaged bag of length L get weights of 1/L before the bag is split
 over ranks. Every rank then sums, and no divisor is needed at the end. If the batch has clicks, L is packed into the same number as
 the clicks.
 

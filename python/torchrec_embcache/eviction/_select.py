@@ -228,7 +228,7 @@ class _RangeTotals:
             if rows_below < rows:
                 return _RangePart(digit, rows, rows_below)
             rows_below -= rows
-        raise AssertionError("a census of unchanged tables found fewer rows than the one before")
+        raise AssertionError("a count of unchanged tables found fewer rows than the one before")
 
     def nth_listed(self, rows_below: int) -> RankKey:
         """Returns the listed row that has `rows_below` listed rows below it."""
@@ -278,13 +278,13 @@ class _SelectionRounds:
             _native.RankKeyRange(_native.RankKey(*low), _native.RankKey(*high), is_listed=listed)
             for low, high, listed in ranges
         ]
-        census = self._inputs.table.score_histogram(self._inputs.step, asked, self._version)
-        if census is None:
+        counts = self._inputs.table.score_histogram(self._inputs.step, asked, self._version)
+        if counts is None:
             return _ShardReply(0, 0, None)
-        self._version = census.version
-        self._local_ranges = dict(zip(ranges, census.ranges, strict=True))
-        shards = [_ShardRange(counted.digits, counted.rows, counted.listed) for counted in census.ranges]
-        return _ShardReply(census.rows, census.newest, shards)
+        self._version = counts.version
+        self._local_ranges = dict(zip(ranges, counts.ranges, strict=True))
+        shards = [_ShardRange(counted.digits, counted.rows, counted.listed) for counted in counts.ranges]
+        return _ShardReply(counts.rows, counts.newest, shards)
 
     def part_bounds(
         self, parts: Sequence[tuple[_RankKeyRange, int]]

@@ -81,7 +81,7 @@ class CacheModule:
         return watch
 
     def get_extra_state(self) -> Tensor:
-        """Returns the summary of the tables' rows and steps for `state_dict()`; see `row_notes`."""
+        """Returns the summary of the tables' rows and steps for `state_dict()`; see `_row_summary`."""
         tables = {name: shard_of(table) for name, table in self.tables.items()}
         note = summarize_tables(tables, self.table_names)
         self._state_dict_watch().watch(note, tables)

@@ -24,8 +24,7 @@ class TableState:
 
     Examples:
         >>> import torch
-        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
-        >>> from torchrec_embcache.model._state_dict import TableState
+        >>> from torchrec_embcache import EmbCacheEmbedding, TableState, TierBudgets, optimizers
         >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
         >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
         >>> model(torch.tensor([7, 8])).sum().backward()

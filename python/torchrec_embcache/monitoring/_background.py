@@ -19,7 +19,7 @@ from ._sampling import Sample, Sampler
 
 __all__ = ["FailureLogger", "SampleMonitor", "close_at_exit"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("torchrec_embcache.monitoring")
 # `close` waits this long for a thread whose disk does not respond.
 _MAX_WAIT_S = 5.0
 

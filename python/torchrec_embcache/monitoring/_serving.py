@@ -23,37 +23,40 @@ __all__ = ["SERVING_METRICS", "ServingCollector"]
 
 #: Every metric of `ServingStats`, in the order of the documentation. Each has the label `path`, the served directory.
 SERVING_METRICS: tuple[Metric, ...] = (
-    Metric("version", "embcache_serving_checkpoint_info", "text", "The name of the checkpoint that is served."),
-    Metric("seq", "embcache_serving_version", "gauge", "Its number."),
-    Metric("staleness_seconds", "embcache_serving_staleness_seconds", "gauge", "How long ago it was published."),
+    Metric("version", "embcache_serving_checkpoint_info", "text", "Name of the served checkpoint."),
+    Metric("seq", "embcache_serving_version", "gauge", "Number of the served checkpoint."),
     Metric(
-        "is_stale", "embcache_serving_stale", "flag", "1 where that is longer ago than `max_staleness_seconds` allows."
+        "staleness_seconds", "embcache_serving_staleness_seconds", "gauge", "Age of the served checkpoint, in seconds."
     ),
-    Metric("polls", "embcache_serving_polls_total", "counter", "Looks for a newer checkpoint."),
+    Metric("is_stale", "embcache_serving_stale", "flag", "1 if its age exceeds `max_staleness_seconds`."),
+    Metric("polls", "embcache_serving_polls_total", "counter", "Polls for a newer checkpoint."),
     Metric(
         "swaps",
         "embcache_serving_swaps_total",
         "counter",
-        "Changes of the checkpoint that is served, by a rollback too.",
+        "Changes of the served checkpoint, including rollbacks.",
     ),
     Metric(
         "failed_polls",
         "embcache_serving_failed_polls_total",
         "counter",
-        "Looks that failed, so that the version of before served on.",
+        "Polls that failed; the previous version stays.",
     ),
-    Metric("last_error", "embcache_serving_failing", "flag", "1 where the last look failed; the log says why."),
+    Metric("last_error", "embcache_serving_failing", "flag", "1 if the last poll failed; the log has the error."),
     Metric(
-        "versions", "embcache_serving_versions", "gauge", "Versions that are served, kept for a rollback, or pinned."
+        "versions",
+        "embcache_serving_versions",
+        "gauge",
+        "Versions that are served, retained for a rollback, or pinned.",
     ),
     Metric("lookups", "embcache_serving_lookups_total", "counter", "Lookups in tables."),
-    Metric("ids", "embcache_serving_ids_total", "counter", "Ids that were looked up."),
-    Metric("missing", "embcache_serving_missing_ids_total", "counter", "Those of them that have no row."),
+    Metric("ids", "embcache_serving_ids_total", "counter", "Looked-up ids."),
+    Metric("missing", "embcache_serving_missing_ids_total", "counter", "Looked-up ids without a row."),
     Metric(
         "cold_rows",
         "embcache_serving_cold_rows_total",
         "counter",
-        "Rows whose pages were not seen in memory lately, and were asked for.",
+        "Rows whose pages were probably not in memory, and were requested.",
     ),
     Metric("rows", "embcache_serving_rows", "gauge", "Rows of all tables."),
     Metric("overlay_ids", "embcache_serving_overlay_ids", "gauge", "Ids of deltas that the indexes do not cover yet."),
@@ -61,13 +64,13 @@ SERVING_METRICS: tuple[Metric, ...] = (
         "shared_index_bytes",
         "embcache_serving_shared_index_bytes",
         "gauge",
-        "Bytes of indexes that all processes of the machine share.",
+        "Bytes of the indexes that all processes of the machine share.",
     ),
     Metric(
         "private_bytes",
         "embcache_serving_private_bytes",
         "gauge",
-        "Bytes of indexes and of ids of deltas in the memory of this process.",
+        "Bytes of indexes and of ids of deltas in the private memory of this process.",
     ),
 )
 

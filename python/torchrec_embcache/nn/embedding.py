@@ -3,7 +3,7 @@
 Shapes: N ids, n rows, D the embedding's width.
 """
 
-from typing import Literal, Self, cast
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from ._base import TableModule, check_torch_arguments, import_pretrained, optimi
 from ._fx import trace_as_call
 
 __all__ = ["EmbCacheEmbedding"]
-
-I64 = NDArray[np.int64]
-Mode = Literal["sum", "mean", "max"]
 
 
 class EmbCacheEmbedding(TableModule):

@@ -296,7 +296,9 @@ class EvictionNotifier:
             if native is not None:
                 native.end_evicted_queue()
         except EmbCacheError as error:
-            _log.warning("table %r was dropped, and the rows of its unfinished sweep are not delivered: %s", self._table, error)
+            _log.warning(
+                "table %r was dropped, and the rows of its unfinished sweep are not delivered: %s", self._table, error
+            )
         # The thread needs only the queue. The native table is freed with its RAM and its directory.
         _notified_tables.pop(self, None)
         lost = sum(len(source.queue) for source in self._sources) if self._callback is None else 0

@@ -68,8 +68,7 @@ class LifecycleConfig:
         if admission is None and value != "zeros":
             raise ConfigError(
                 f"{owner}not_admitted={not_admitted!r} without admission has no effect, because every id gets a row: "
-                f"give admission, "
-                "or leave it out. What evaluation reads for an id without a row is missing"
+                "give admission, or leave it out. The setting `missing` is for evaluation"
             )
         return cls(
             admission=admission,
@@ -116,7 +115,7 @@ class LifecycleConfig:
         }
         if self.eviction is not None:
             given["eviction"] = self.eviction.native()
-            # If ranks have to agree on each sweep, `sweeping` schedules the sweeps.
+            # If ranks have to agree on each sweep, `_sweep` schedules the sweeps.
             given["evict_every_steps"] = None if self.eviction.is_collective else self.eviction.every_steps
         return given
 

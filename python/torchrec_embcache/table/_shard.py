@@ -340,7 +340,7 @@ class TableShard:
         return self.native.remove_rows(row_ids(ids, self.device))
 
     def sweep(self) -> None:
-        """Evicts the rows that match at the current step, for rules that need no agreement of ranks (see `sweeping`)."""
+        """Evicts the rows that match at the current step, for rules that need no agreement of ranks (see `_sweep`)."""
         self.native.sweep()
 
     def _split_rows(

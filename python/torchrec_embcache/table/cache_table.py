@@ -1,6 +1,6 @@
 """The public table: rows by id, in up to three tiers.
 
-The package's modules use further operations of a table, which are in `table_shard`; `shard_of` returns that object.
+The package's modules use further operations of a table, which are in `_shard`; `shard_of` returns that object.
 """
 
 from __future__ import annotations

@@ -229,7 +229,6 @@ pub enum MissingRead {
     /// The weights with which a row of the id would be initialized.
     Initial,
     /// The weights of the table's OOV row; see [`OovRow`](crate::lifecycle::OovRow).
-    #[serde(rename = "oov_row")]
     OovRow,
 }
 

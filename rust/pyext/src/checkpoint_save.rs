@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use embcache::checkpoint::{
     AsyncSaveOptions, AsyncSaveTable, CheckpointName, CheckpointPart, CheckpointSave, LatestCheckpoint, OpenCheckpoint,
-    PRE_IMAGE_BYTES, RankDigest, RankSnapshot, RankWriter, RowSink, SaveOptions, TableSpec, prune, remove_stale_parts,
+    PRE_IMAGE_BYTES, RankDigest, RankSnapshot, RankWriter, RowSink, SaveOptions, TableSpec, prune,
 };
 use embcache::rows::RowHeader;
 use embcache::{Error, Kind};
@@ -272,19 +272,19 @@ struct PyRowSource {
 }
 
 impl PyRowSource {
-    pub(crate) fn new(spec: &str, chunks: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn new(spec: &str, chunks: &Bound<'_, PyAny>) -> PyResult<Self> {
         let spec = TableSpec::from_json(spec).map_err(to_python)?;
         let optimizer = spec.optimizer_kind().map_err(to_python)?;
         let vector_floats = optimizer.layout(spec.dim as usize).vector_floats();
         Ok(Self { spec, vector_floats, chunks: chunks.try_iter()?.unbind(), raised: None })
     }
 
-    pub(crate) fn spec(&self) -> TableSpec {
+    fn spec(&self) -> TableSpec {
         self.spec.clone()
     }
 
     /// Returns the result of writing the rows, or the exception of the iterable, if it raised one.
-    pub(crate) fn end<T>(self, written: PyResult<T>) -> PyResult<T> {
+    fn end<T>(self, written: PyResult<T>) -> PyResult<T> {
         self.raised.map_or(written, Err)
     }
 
@@ -426,9 +426,8 @@ impl PyCheckpointSnapshot {
 /// Removes the checkpoint parts in a directory that no process holds. Returns an error for each part that could not be
 /// removed.
 #[pyfunction]
-#[pyo3(name = "remove_stale_parts")]
-pub(crate) fn remove_orphan_parts(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<Vec<String>> {
-    let left = py.detach(|| remove_stale_parts(&directory.inner)).map_err(to_python)?;
+pub(crate) fn remove_stale_parts(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<Vec<String>> {
+    let left = py.detach(|| embcache::checkpoint::remove_stale_parts(&directory.inner)).map_err(to_python)?;
     Ok(left.iter().map(Error::to_string).collect())
 }
 
@@ -453,7 +452,7 @@ impl PyCheckpointPart {
         py: Python<'_>,
         work: impl FnOnce(&mut CheckpointPart) -> embcache::Result<T> + Send,
     ) -> PyResult<T> {
-        let ended = || Error::new(Kind::State, "the part of a checkpoint has ended: make another");
+        let ended = || ended_error("part of a checkpoint");
         py.detach(|| lock(&self.inner).as_mut().ok_or_else(ended).and_then(work)).map_err(to_python)
     }
 }

@@ -107,7 +107,7 @@ impl PyScoreHistogram {
 
 impl PyScoreHistogram {
     pub(crate) fn of(py: Python<'_>, (version, counted): (u64, ScoreHistogram)) -> PyResult<Self> {
-        let ranges = counted.spans.iter().map(|found| Py::new(py, PyRankRangeCounts::of(py, found)?));
+        let ranges = counted.ranges.iter().map(|found| Py::new(py, PyRankRangeCounts::of(py, found)?));
         let ranges = ranges.collect::<PyResult<_>>()?;
         Ok(Self { version, rows: counted.rows, newest: counted.newest, ranges })
     }

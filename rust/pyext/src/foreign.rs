@@ -147,8 +147,8 @@ pub(crate) fn drop_detached<T: Send>(value: Option<T>) {
     }
 }
 
-/// Locks `mutex`. The holder must not acquire the GIL before it unlocks, because a thread with the GIL may wait for the
-/// lock.
+/// Locks `mutex`, even if a thread panicked while it held the lock. No caller may wait for the GIL while it holds the
+/// lock, because a thread that has the GIL may be waiting for the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -59,7 +59,7 @@ mod _native {
     #[pymodule_export]
     use super::checkpoint_save::{
         PyAsyncSaveTable, PyCheckpointPart, PyCheckpointSave, PyCheckpointSnapshot, PyCheckpointWriter,
-        PyRowWriteBatch, latest_checkpoint, newest_checkpoint, prune_checkpoints, remove_orphan_parts,
+        PyRowWriteBatch, latest_checkpoint, newest_checkpoint, prune_checkpoints, remove_stale_parts,
         work_in_background,
     };
     #[pymodule_export]

@@ -330,7 +330,7 @@ pub(crate) struct PyRecisReader(RwLock<Option<RecisReader>>);
 impl PyRecisReader {
     fn with<T>(&self, work: impl FnOnce(&RecisReader) -> embcache::Result<T>) -> embcache::Result<T> {
         let reader = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        let released = || Error::new(Kind::State, "this block-level save was released: open it again");
+        let released = || Error::new(Kind::State, "this RecIS-format save was released: open it again");
         work(reader.as_ref().ok_or_else(released)?)
     }
 }

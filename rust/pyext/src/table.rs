@@ -357,7 +357,7 @@ impl PyTable {
     #[pyo3(signature = (commit_id))]
     fn flush(&self, py: Python<'_>, commit_id: Option<u64>) -> PyResult<()> {
         follow_levels_sometimes(py)?;
-        py.detach(|| commit_id.map_or_else(|| self.inner.flush_next(), |token| self.inner.flush(token)))
+        py.detach(|| commit_id.map_or_else(|| self.inner.flush_next(), |commit_id| self.inner.flush(commit_id)))
             .map_err(to_python)
     }
     fn has_lost_flush(&self, py: Python<'_>) -> bool {

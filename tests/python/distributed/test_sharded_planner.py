@@ -50,8 +50,8 @@ def test_torchrec_planner_shows_the_constraint_to_the_sharder(kind):
         options = planner.enumerate(Model().bags, [EmbCacheEmbeddingBagCollectionSharder(FUSED)])
     except RuntimeError as error:
         pytest.fail(
-            "TorchRec's EmbeddingEnumerator no longer asks sharding_types() from a frame whose `self` has `_constraints` "
-            f"and whose `name` is the table's: mend _demanded_by in sharded/sharders.py ({error})"
+            "TorchRec's EmbeddingEnumerator does not call sharding_types() from a frame whose `self` has `_constraints` "
+            f"and whose `name` is the table's: change _required_sharding_types in distributed/sharders.py ({error})"
         )
     assert {option.sharding_type for option in options if option.name == "ta"} == {kind}
     assert {option.sharding_type for option in options if option.name == "tb"} == {"row_wise", "table_wise"}

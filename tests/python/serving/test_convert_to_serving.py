@@ -253,13 +253,13 @@ def test_verify_inspect_why_and_diff_read_it(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["compact", "served"], "deltas are merged only from the checkpoint that it was made from"),
-        (["reshard", "served", "other", "--world-size", "2"], "rows are divided between ranks only from"),
+        (["compact", "served"], "to merge deltas, use the checkpoint that it was made from"),
+        (["reshard", "served", "other", "--world-size", "2"], "to divide rows between ranks, use"),
         (
             ["convert", "served", "other", "--to", "npy"],
             "has no optimizer state: convert the checkpoint that it was made",
         ),
-        (["convert", "served", "other", "--to", "serving"], "another precision is made of it only from"),
+        (["convert", "served", "other", "--to", "serving"], "to convert it to another precision, use"),
         (["convert", "trained", "trained", "--to", "serving"], "holds the checkpoint itself"),
         (["convert", "trained", "other", "--to", "serving", "--keep", "0"], "--keep 0: give 1 or more"),
         (

@@ -1,4 +1,4 @@
-"""Helpers of the tests of block-level checkpoints."""
+"""Helpers of the tests of RecIS-format checkpoints."""
 
 from pathlib import Path
 from typing import Any

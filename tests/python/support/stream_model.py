@@ -68,15 +68,15 @@ class Queue:
         self.waits: set[int] = set()
 
     def wait_stream(self, stream: "Queue") -> None:
-        """See `stream_order.Stream`."""
+        """See `DeviceStream` in `_device/streams.py`."""
         self.waits.update(stream.queued[-1:])
 
     def wait_event(self, event: Event) -> None:
-        """See `stream_order.Stream`."""
+        """See `DeviceStream` in `_device/streams.py`."""
         self.waits.update(event.work)
 
     def record_event(self) -> Event:
-        """See `stream_order.Stream`."""
+        """See `DeviceStream` in `_device/streams.py`."""
         return Event(self, self.queued[-1:])
 
     def last(self) -> set[int]:

@@ -37,16 +37,16 @@ def test_flush_follows_one_without_a_state_despite_the_clock(tmp_path, monkeypat
         flush(bag)
         last = max(bag.table.commit_ids())
         # This is as where room is short, when states are given up.
-        for token in bag.table.commit_ids():
-            shard_of(bag.table).native.forget_commit(token)
+        for commit_id in bag.table.commit_ids():
+            shard_of(bag.table).native.forget_commit(commit_id)
         monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
         monkeypatch.setattr(time, "time", lambda: now / 1e9 - 3600)
         step(bag, [[3, 4]])
         bag.flush()
-        (token,) = bag.table.commit_ids()
-        assert token > last
+        (commit_id,) = bag.table.commit_ids()
+        assert commit_id > last
         flush(bag)
-        assert max(bag.table.commit_ids()) > token
+        assert max(bag.table.commit_ids()) > commit_id
         held = Contents.of(bag)
     with bag_in(tmp_path / "ssd", reopen="resume") as bag:
         assert Contents.of(bag) == held
@@ -95,19 +95,19 @@ def test_a_mark_that_an_earlier_run_left_is_no_mark_of_a_new_flush(tmp_path):
     for bag in model:
         step(bag, [[2]])
     flush(model)
-    tokens = [max(bag.table.commit_ids()) for bag in model]
-    assert tokens[0] == tokens[1] > marked
+    commit_ids = [max(bag.table.commit_ids()) for bag in model]
+    assert commit_ids[0] == commit_ids[1] > marked
     close(model)
 
 
 def test_jobs_that_flush_into_one_root_get_distinct_commit_ids():
     known = [4, 9, 7]
-    tokens = [commit.new_commit_id(known) for _ in range(8)]
-    assert all(token > 9 and commit.is_multi_table(token) for token in tokens)
-    assert len(set(tokens)) == len(tokens)
+    commit_ids = [commit.new_commit_id(known) for _ in range(8)]
+    assert all(commit_id > 9 and commit.is_multi_table(commit_id) for commit_id in commit_ids)
+    assert len(set(commit_ids)) == len(commit_ids)
 
 
-def test_where_no_token_is_left_the_error_says_what_to_do():
+def test_where_no_commit_id_is_left_the_error_says_what_to_do():
     with pytest.raises(StateError, match="Saver") as caught:
         commit.new_commit_id([2**64 - 3])
     assert isinstance(caught.value, EmbCacheError)

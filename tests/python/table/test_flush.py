@@ -212,7 +212,7 @@ def test_marks_of_states_that_nobody_keeps_are_removed(tmp_path):
         for bag in model.values():
             step(bag, bags)
         flush(model)
-    kept = {token for bag in model.values() for token in bag.table.commit_ids()}
+    kept = {commit_id for bag in model.values() for commit_id in bag.table.commit_ids()}
     marks = [path.name for path in (tmp_path / "ssd" / ".flushed").iterdir() if path.suffix != ".root"]
     assert {int(mark) for mark in marks} == kept
     assert len(kept) == 2
@@ -408,7 +408,7 @@ def flush_on_ranks(rank, _size, root, fail_rank, late=False):
         return words, Contents.of(bag) == flushed
 
 
-def refuse(_token):
+def refuse(_commit_id):
     raise StorageError("no room for the state")
 
 

@@ -75,5 +75,5 @@ class RecisSession(AbandonOnError[_native.RecisSave]):
         saved = self._save.publish(list(tables))
         self._native = None
         for what in saved.cleanup_errors:
-            _log.info("an older block-level save in %s could not be removed: %s", self._directory, what)
+            _log.info("an older RecIS-format save in %s could not be removed: %s", self._directory, what)
         return saved.is_last

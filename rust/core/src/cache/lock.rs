@@ -284,14 +284,14 @@ impl TableInner {
 
     #[cold]
     fn run_deferred(&self, residency: &mut Residency) {
-        let (holds, moment_gone) = self.deferred.take();
+        let (pins, snapshot_ended) = self.deferred.take();
         // The pins of a poisoned table are unknown.
         if self.poison.cause().is_none() {
-            for hold in holds {
-                residency.release(hold);
+            for plan_pins in pins {
+                residency.release(plan_pins);
             }
         }
-        if moment_gone {
+        if snapshot_ended {
             residency.end_snapshot();
             self.has_snapshot.store(false, Ordering::Release);
         }
@@ -337,9 +337,9 @@ impl TableInner {
 
 /// State guarded by the table's lock.
 struct LockedTable {
-    pub(crate) residency: Residency,
+    residency: Residency,
     /// If set, the reason why every use is rejected until a load succeeds.
-    pub(crate) unusable: Option<String>,
+    unusable: Option<String>,
 }
 
 /// The residency of a table, with its lock held. Poisons the table if dropped by a panic.
@@ -459,7 +459,7 @@ impl Default for TablePoison {
 }
 
 impl TablePoison {
-    pub(crate) fn set(&self, cause: PoisonCause) {
+    fn set(&self, cause: PoisonCause) {
         let number = match cause {
             PoisonCause::Panic => 1,
             PoisonCause::Update => 2,
@@ -467,7 +467,7 @@ impl TablePoison {
         self.0.store(number, Ordering::Release);
     }
 
-    pub(crate) fn cause(&self) -> Option<PoisonCause> {
+    fn cause(&self) -> Option<PoisonCause> {
         match self.0.load(Ordering::Acquire) {
             0 => None,
             1 => Some(PoisonCause::Panic),
@@ -524,7 +524,7 @@ impl DeferredReleases {
     }
 
     /// Takes the deferred work: the pins of plans, and true if the snapshot has ended.
-    pub(crate) fn take(&self) -> (Vec<PlanPins>, bool) {
+    fn take(&self) -> (Vec<PlanPins>, bool) {
         let mut list = lock(&self.list);
         self.has_any.store(false, Ordering::Release);
         (std::mem::take(&mut list.pins), std::mem::take(&mut list.snapshot_ended))
@@ -536,7 +536,7 @@ impl DeferredReleases {
     }
 
     /// Waits until more than `ended` snapshots have ended.
-    pub(crate) fn wait_for_snapshot_end(&self, ended: u64) {
+    fn wait_for_snapshot_end(&self, ended: u64) {
         let mut list = lock(&self.list);
         while list.snapshots_ended == ended {
             list = wait(&self.snapshot_ended, list);
@@ -544,7 +544,7 @@ impl DeferredReleases {
     }
 
     /// Like [`DeferredReleases::wait_for_snapshot_end`], for about `most` at most.
-    pub(crate) fn wait_for_snapshot_end_at_most(&self, ended: u64, most: Duration) {
+    fn wait_for_snapshot_end_at_most(&self, ended: u64, most: Duration) {
         let list = lock(&self.list);
         if list.snapshots_ended == ended {
             drop(wait_at_most(&self.snapshot_ended, list, most));

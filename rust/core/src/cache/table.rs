@@ -691,10 +691,10 @@ impl Table {
     pub fn score_histogram(
         &self,
         step: u64,
-        spans: &[RankKeyRange],
+        ranges: &[RankKeyRange],
         version: Option<u64>,
     ) -> Result<Option<(u64, ScoreHistogram)>> {
-        self.inner.during_sweeps(|| self.inner.lock(), |guard| guard.score_histogram(step, spans, version))
+        self.inner.during_sweeps(|| self.inner.lock(), |guard| guard.score_histogram(step, ranges, version))
     }
 
     /// Returns true if nothing has changed since the last sweep except by that sweep: no step, no import, no removal. A

@@ -253,7 +253,7 @@ impl CheckpointSave {
         }
         self.check_newest(parent)?;
         let path = self.dir.path().display();
-        let why = format!("cannot publish {path}: {} is another than it was when this one was begun", parent.name);
+        let why = format!("cannot publish {path}: {} has changed since this save began", parent.name);
         Err(Error::new(Kind::State, why))
     }
 

@@ -1,15 +1,17 @@
 //! Checkpoints: every row of every table, in safetensors files that any number of ranks can load, published atomically.
 //!
 //! ```text
-//! path/LATEST                                        one line: the name of the newest complete checkpoint
+//! path/LATEST                                        one line: the name of the latest complete checkpoint
+//! path/lock                                          held while LATEST is replaced, and while a directory is created or removed
 //! path/<seq>-<random>/manifest.json                  written last, by the coordinator; names the ranks' manifests
-//! path/<seq>-<random>/REFERENCED_BY                  a file elsewhere that refers to it, as long as it does; such a checkpoint stays
+//! path/<seq>-<random>/REFERENCED_BY                  the file of another program that refers to it, such as Lightning's; such a checkpoint stays
 //! path/<seq>-<random>/<rank>-of-<world>.json         tables, files, counts and checksums of one rank
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
-//! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<serial>.seg            of a linked checkpoint
-//! path/<seq>-<random>/dense.json, dense/<rank>-of-<world>.<n>.extents           state outside the tables, see `DenseWriter`
+//! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.counts.safetensors   admission counts of pending ids
+//! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<serial>.seg   of a linked checkpoint
+//! path/<seq>-<random>/dense/<rank>-of-<world>.<n>.extents
+//! path/<seq>-<random>/dense.json                     DCP's metadata of the extents; only of checkpoints saved through DCP
 //! path/part-<random>/                                files of a rank that are in no checkpoint yet, see `CheckpointPart`
-//! path/lock                                          held while `LATEST` is replaced, and while a directory is made or swept
 //! ```
 //!
 //! A data file contains one group of rows of at most 16 MiB, sorted by (bucket, `uint64(id)`), with one tensor per

@@ -357,6 +357,34 @@ mod tests {
     }
 
     #[test]
+    fn the_json_of_every_rule_is_fixed() {
+        let rules = [
+            (ExpiryRule::LastStep(7), r#"{"last_step":7}"#),
+            (
+                ExpiryRule::ScoreBelow { below: 0.5, half_life: 1000 },
+                r#"{"score_below":{"below":0.5,"half_life":1000}}"#,
+            ),
+            (ExpiryRule::NormBelow(0.25), r#"{"norm_below":0.25}"#),
+            (
+                ExpiryRule::Below { threshold: RankKey { score: 1, last_step: 2, id: u64::MAX }, half_life: 3 },
+                r#"{"below":{"threshold":{"score":1,"last_step":2,"id":18446744073709551615},"half_life":3}}"#,
+            ),
+            (ExpiryRule::Any(vec![]), r#"{"any":[]}"#),
+            (
+                ExpiryRule::All(vec![ExpiryRule::LastStep(1), ExpiryRule::Any(vec![ExpiryRule::NormBelow(2.0)])]),
+                r#"{"all":[{"last_step":1},{"any":[{"norm_below":2.0}]}]}"#,
+            ),
+        ];
+        for (rule, text) in rules {
+            assert_eq!(serde_json::to_string(&rule).expect("text"), text);
+            assert_eq!(serde_json::from_str::<ExpiryRule>(text).expect("a rule"), rule);
+            let text = format!(r#"{{"step":9,"rule":{text}}}"#);
+            assert_eq!(serde_json::to_string(&sweep(9, rule.clone())).expect("text"), text);
+            assert_eq!(serde_json::from_str::<ExpirySweep>(&text).expect("a sweep"), sweep(9, rule));
+        }
+    }
+
+    #[test]
     fn a_sweep_round_trips_through_text() {
         let rule = ExpiryRule::Any(vec![
             ExpiryRule::All(vec![ExpiryRule::LastStep(u64::MAX >> 2), ExpiryRule::NormBelow(0.1)]),

@@ -131,7 +131,7 @@ pub enum RankRangeContents {
 pub struct ScoreHistogramBuilder {
     decay: ScoreDecay,
     step: u64,
-    spans: Vec<RankRangeCounter>,
+    ranges: Vec<RankRangeCounter>,
     rows: u64,
     newest: u64,
 }
@@ -188,9 +188,9 @@ impl ScoreHistogramBuilder {
     /// Creates a histogram of the rows that a sweep after `step` evaluates, whose scores decay by `decay`.
     ///
     /// Errors: `Memory`.
-    pub fn new(step: u64, decay: ScoreDecay, spans: &[RankKeyRange]) -> Result<Self> {
-        let spans = spans.iter().map(|span| RankRangeCounter::new(*span)).collect::<Result<_>>()?;
-        Ok(Self { decay, step, spans, rows: 0, newest: 0 })
+    pub fn new(step: u64, decay: ScoreDecay, ranges: &[RankKeyRange]) -> Result<Self> {
+        let ranges = ranges.iter().map(|range| RankRangeCounter::new(*range)).collect::<Result<_>>()?;
+        Ok(Self { decay, step, ranges, rows: 0, newest: 0 })
     }
 
     /// Counts a row, unless it was trained after the step.
@@ -204,13 +204,13 @@ impl ScoreHistogramBuilder {
         self.rows += 1;
         self.newest += u64::from(row.last_step == self.step);
         let standing = RankKey::of(row, &self.decay, self.step);
-        self.spans.iter_mut().try_for_each(|span| span.add(standing))
+        self.ranges.iter_mut().try_for_each(|range| range.add(standing))
     }
 
     /// Returns the histogram.
     pub fn finish(self) -> ScoreHistogram {
-        let spans = self.spans.into_iter().map(RankRangeCounter::contents).collect();
-        ScoreHistogram { rows: self.rows, newest: self.newest, spans }
+        let ranges = self.ranges.into_iter().map(RankRangeCounter::contents).collect();
+        ScoreHistogram { rows: self.rows, newest: self.newest, ranges }
     }
 }
 
@@ -222,7 +222,7 @@ pub struct ScoreHistogram {
     /// Number of rows whose last step is the histogram's step.
     pub newest: u64,
     /// The contents of each range.
-    pub spans: Vec<RankRangeContents>,
+    pub ranges: Vec<RankRangeContents>,
 }
 
 #[cfg(test)]
@@ -280,14 +280,14 @@ mod tests {
     }
 
     #[test]
-    fn a_census_counts_a_span_by_digits_and_lists_another() {
+    fn a_histogram_counts_a_range_by_digits_and_lists_another() {
         let all = RankKeyRange { low: RankKey::LOWEST, high: RankKey::HIGHEST, is_listed: false };
         let decay = || ScoreDecay::new(1 << 53).expect("in range");
-        let mut census = ScoreHistogramBuilder::new(9, decay(), &[all]).expect("memory");
+        let mut histogram = ScoreHistogramBuilder::new(9, decay(), &[all]).expect("memory");
         let rows: Vec<RowHeader> = (0..100).map(|id| row(id, 9, 1.0 + (id % 4) as f32)).collect();
-        rows.iter().try_for_each(|row| census.add(row)).expect("memory");
-        census.add(&row(1000, 10, 1.0)).expect("memory");
-        let ScoreHistogram { rows: counted, newest, spans: found } = census.finish();
+        rows.iter().try_for_each(|row| histogram.add(row)).expect("memory");
+        histogram.add(&row(1000, 10, 1.0)).expect("memory");
+        let ScoreHistogram { rows: counted, newest, ranges: found } = histogram.finish();
         assert_eq!((counted, newest), (100, 100), "a row that was trained after the step is not counted");
         let RankRangeContents::Counted(parts) = &found[0] else { panic!("{found:?}") };
         let scores: Vec<(u32, u64)> = parts.iter().map(|(digit, part)| (*digit, part.rows)).collect();
@@ -296,13 +296,13 @@ mod tests {
         let (low, high) = (parts[1].1.low, parts[1].1.high);
         assert_eq!((low, high), (standing(sortable_score(2.0), 9, 1), standing(sortable_score(2.0), 9, 97)));
         // All have one score and one step: only the ids differ, in their lowest seven bits.
-        let spans = [
+        let ranges = [
             RankKeyRange { low, high, is_listed: false },
             RankKeyRange { low: RankKey { id: 50, ..low }, high, is_listed: true },
         ];
-        let mut census = ScoreHistogramBuilder::new(9, decay(), &spans).expect("memory");
-        rows.iter().try_for_each(|row| census.add(row)).expect("memory");
-        let mut found = census.finish().spans;
+        let mut histogram = ScoreHistogramBuilder::new(9, decay(), &ranges).expect("memory");
+        rows.iter().try_for_each(|row| histogram.add(row)).expect("memory");
+        let mut found = histogram.finish().ranges;
         let Some(RankRangeContents::Listed(listed)) = found.pop() else { panic!("{found:?}") };
         assert!(listed.iter().map(|standing| standing.id).eq((50..98).filter(|id| id % 4 == 1)), "{listed:?}");
         let Some(RankRangeContents::Counted(parts)) = found.pop() else { panic!("{found:?}") };

@@ -117,7 +117,7 @@ const AHEAD: usize = 24;
 
 impl ServeIndexBuilder<'_> {
     /// Adds the rows of a file that no newer checkpoint contains or expired, and adds ids that a newer sweep expired to
-    /// `dead`. Returns false if there are more rows than expected.
+    /// `expired`. Returns false if there are more rows than expected.
     ///
     /// Errors: `Corruption` if the checkpoint has an id twice.
     fn add(
@@ -155,8 +155,8 @@ impl ServeIndexBuilder<'_> {
 
     /// Marks ids as removed, so that rows of older checkpoints are ignored.
     fn mark_removed(&mut self, ids: &[Id]) -> Result<()> {
-        let refused = |_| memory::refused_error("keep the ids that left", 2 * size_of_val(ids));
-        self.tombstones.try_reserve(ids.len()).map_err(refused)?;
+        let failed = |_| memory::refused_error("keep the removed ids", 2 * size_of_val(ids));
+        self.tombstones.try_reserve(ids.len()).map_err(failed)?;
         self.tombstones.extend(ids);
         Ok(())
     }

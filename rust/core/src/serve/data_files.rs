@@ -215,7 +215,7 @@ pub(super) struct RowFileSet {
 }
 
 impl RowFileSet {
-    /// Creates an empty set for a table of width `dim` whose files have at most `most_rows` rows.
+    /// Creates an empty set for a table of width `dim` whose files have at most `max_rows_per_file` rows.
     pub(super) fn new(max_rows_per_file: usize, precision: WeightPrecision, dim: usize, access: MappingAccess) -> Self {
         let row_bits = usize::BITS - max_rows_per_file.saturating_sub(1).leading_zeros();
         let (all, views, links) = (Vec::new(), Vec::new(), Vec::new());

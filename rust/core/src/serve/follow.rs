@@ -65,10 +65,7 @@ impl TableServer {
     /// Errors: `Config` if the interval is 0; `Storage` if the OS cannot start a thread.
     pub fn follow(self: &Arc<Self>, every: Duration) -> Result<ServingFollower> {
         if every.is_zero() {
-            return Err(Error::new(
-                Kind::Config,
-                "the time between two looks for a newer checkpoint must be more than 0",
-            ));
+            return Err(Error::new(Kind::Config, "poll_seconds must be more than 0"));
         }
         let (stop, serving) = (Arc::new(FollowerStop::default()), Arc::downgrade(self));
         let theirs = Arc::clone(&stop);

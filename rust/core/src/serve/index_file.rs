@@ -183,7 +183,7 @@ fn open_table(file: &Arc<FileMapping>, table: &ServeIndexTable) -> Result<Option
     if found != table.crc32c {
         return Err(Error::new(
             Kind::Corruption,
-            format!("{} is damaged: remove it, and it is made again", file.path().display()),
+            format!("{} is corrupted: remove it, and the server builds it again", file.path().display()),
         )
         .at(file.path()));
     }

@@ -159,7 +159,7 @@ impl<'a> ServeLookup<'a> {
         }
     }
 
-    /// Writes the resident rows at locations, for positions starting at `first`, and adds the others to `far`.
+    /// Writes the resident rows at locations, for positions starting at `first`, and adds the others to `cold`.
     fn gather<O: RowOutput, N: FnMut(usize, bool)>(
         &self,
         first: usize,
@@ -187,7 +187,7 @@ impl<'a> ServeLookup<'a> {
         }
     }
 
-    /// Adds the cold rows at locations, for positions starting at `first`, to `far`, and prefetches their pages.
+    /// Adds the cold rows at locations, for positions starting at `first`, to `cold`, and prefetches their pages.
     /// Returns a word per block, with a bit per location that is set if the row is cold.
     fn prefetch_cold_rows(&self, first: usize, slots: &[CacheSlot], cold: &mut Vec<ColdRow>) -> Vec<u64> {
         let of_block = |(number, block): (usize, &[CacheSlot])| {
@@ -459,7 +459,7 @@ impl MissingWeights {
             (MissingRead::OovRow, Some(row)) => Self::OovRow(row),
             (MissingRead::OovRow, None) => {
                 let what = format!(
-                    "table {:?} of module {:?} has no OOV row in its checkpoint: say what else a missing id reads",
+                    "table {:?} of module {:?} has no OOV row in its checkpoint: set missing= to \"zeros\", \"initial\" or a number",
                     spec.table, spec.module
                 );
                 return Err(Error::new(Kind::Mismatch, what));

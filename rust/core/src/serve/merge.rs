@@ -65,7 +65,7 @@ impl IndexMerger {
             // Requests have priority.
             lower_priority();
             let mut wait = || {
-                let dropped = || Error::new(Kind::State, "nobody serves it any more");
+                let dropped = || Error::new(Kind::State, "no server serves the checkpoint");
                 if server.strong_count() == 0 { Err(dropped()) } else { Ok(()) }
             };
             let indexed = merger.make_indexes(&version, &mut wait);

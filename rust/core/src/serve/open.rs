@@ -27,7 +27,7 @@ const MAX_OVERLAY_SWEEPS: usize = 8;
 /// Lower bound of the bytes of an index per row.
 const INDEX_BYTES_PER_ROW: u64 = 17;
 /// Interval at which a process checks if another one has built the index that both need.
-pub(super) const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(20);
+pub(super) const INDEX_LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// Number of attempts to open a checkpoint, repeated if a save removed the checkpoint that `LATEST` named.
 const OPEN_ATTEMPTS: usize = 10;
 /// Number of ids that are compared together.
@@ -117,7 +117,9 @@ pub(super) fn writable_directory(root: &CheckpointDirectory) -> Option<Checkpoin
     match root.reopen_to_save(root.path()) {
         Ok(directory) => Some(directory),
         Err(error) => {
-            tracing::info!("indexes are made in this process's own memory, because none can be written: {error}");
+            tracing::info!(
+                "indexes are built in this process's own memory, because no index file can be written: {error}"
+            );
             None
         }
     }
@@ -235,7 +237,7 @@ impl ServeIndexOutcome {
 }
 
 /// Returns the indexes of the entire chain: from the index file of the latest checkpoint, which is built if missing. If
-/// no file may be written, they use at most `most` bytes of this process's memory.
+/// no file may be written, they use at most `max_bytes` bytes of this process's memory.
 pub(super) fn load_or_build_indexes(
     opened: &[OpenedLink<'_>],
     files: &[RowFileSet],
@@ -246,7 +248,7 @@ pub(super) fn load_or_build_indexes(
     let name = &newest.manifest().name;
     let Some(directory) = writable.map(|root| root.subdirectory(name)) else {
         check_private_bytes(newest, max_bytes)?;
-        let what = format!("nothing may be written beside checkpoint {name}");
+        let what = format!("no file may be written in the directory of checkpoint {name}");
         let error = Error::new(Kind::Path, what).at(newest.directory().path());
         return Ok((build_indexes(opened, files, wait)?, ServeIndexOutcome::NotWritten(error)));
     };
@@ -319,9 +321,9 @@ fn wait_for_lock(
                 return Ok(take().map_or(IndexLockOutcome::Locked(Some(held)), IndexLockOutcome::Ready));
             }
             Err(error) if error.kind() == Kind::InUse => {
-                tracing::debug!(waited = ?start.elapsed(), "another process makes the index");
+                tracing::debug!(waited = ?start.elapsed(), "another process builds the index");
                 wait()?;
-                std::thread::sleep(LOCK_RETRY_INTERVAL);
+                std::thread::sleep(INDEX_LOCK_RETRY_INTERVAL);
             }
             // Without a lock several processes may build the file, which is correct but slower.
             Err(_) => return Ok(IndexLockOutcome::Locked(None)),

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use arc_swap::ArcSwap;
 
 use super::merge::{IndexConsumer, IndexMerger};
-use super::open::{LOCK_RETRY_INTERVAL, open_first_version, writable_directory};
+use super::open::{INDEX_LOCK_RETRY_INTERVAL, open_first_version, writable_directory};
 use super::source::ServingSource;
 use super::table::{LookupCounts, ServedTable};
 use super::version::{ChainIndexes, ServeContext, ServedVersion};
@@ -215,7 +215,7 @@ impl TableServer {
     /// Records that a poll panicked, which is a bug of this package.
     pub(super) fn record_panic(&self, message: &str) {
         let what = format!(
-            "looking for a newer checkpoint panicked: {message}. Please report this fault of torchrec-embcache"
+            "polling for a newer checkpoint panicked: {message}. This is a bug of torchrec-embcache: report this bug"
         );
         self.record_poll(Some(&Error::new(Kind::State, what)));
     }
@@ -384,7 +384,7 @@ fn lock_while<'a>(mutex: &'a Mutex<()>, wait: &mut WaitCallback<'_>) -> Result<M
             Err(TryLockError::Poisoned(held)) => return Ok(held.into_inner()),
             Err(TryLockError::WouldBlock) => {
                 wait()?;
-                std::thread::sleep(LOCK_RETRY_INTERVAL);
+                std::thread::sleep(INDEX_LOCK_RETRY_INTERVAL);
             }
         }
     }

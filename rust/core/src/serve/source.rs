@@ -102,8 +102,7 @@ impl ServingSource {
         if found.eq(version.links.iter().map(RowFileLink::identity)) {
             return Ok(links);
         }
-        let what =
-            format!("the checkpoints of {} are not those any more that are served under its name", version.name());
+        let what = format!("the checkpoints of {} differ from those that are served under its name", version.name());
         Err(Error::new(Kind::Mismatch, what).at(self.followed().path()))
     }
 
@@ -213,7 +212,7 @@ fn apply_deltas(
         manifest.check_fits_parent(&before.manifest)
     };
     fits.map_err(|what| {
-        Error::corruption(child.directory().path(), 0, "what it holds", format!("changes of {name}"), what)
+        Error::corruption(child.directory().path(), 0, "its tables", format!("a delta of {name}"), what)
     })?;
     extend_version(opening, before, &open_readers(links.iter().rev())?, is_trainers)
 }

@@ -22,9 +22,9 @@
 //! | --- | --- |
 //! | `bucket_sort` | the sort of hashes |
 //! | `index` | the location of the latest record of an id, without the ids |
+//! | `workers`, `directory` | the process's threads; a directory's lock and identity |
 //! | `format` | the bytes on disk |
 //! | `hotness`, `space` | decisions without locks or files: hotness groups, choice of segments to compact, free space |
-//! | `workers`, `directory` | the process's threads; a directory's lock and identity |
 //! | `segment` | files of records, open and sealed, and their write buffers |
 //! | `store` | the state of one tier and its locks |
 //! | `ops` | append, fetch, remove, evict, expire, scan, publish, compact, wait for free space |
@@ -248,7 +248,7 @@ impl SsdTier {
     pub fn publish(&self, commit_id: Option<u64>, counters: StateCounters, metadata: Vec<u8>) -> Result<()> {
         if metadata.len() > self.max_metadata_bytes() {
             let message =
-                format!("a note has at most {} bytes and this one has {}", self.max_metadata_bytes(), metadata.len());
+                format!("metadata has at most {} bytes and this has {}", self.max_metadata_bytes(), metadata.len());
             return Err(Error::new(Kind::Input, message));
         }
         commit::publish(&self.inner, commit_id, counters, metadata)

@@ -520,7 +520,7 @@ impl ReadAccess<'_> {
 /// A slot of the host tier whose row no kernel reads or writes: it is empty, or no plan has pinned it, or the table's
 /// kernels run on the device tier. It is created under the table's lock and used before that lock is released, because
 /// only a plan that has the lock can pin. So it never leaves the operation of the placement that created it:
-/// `tests/python/test_tree.py` rejects it in any other module.
+/// `tools/lint/layers.py` rejects it in any other module.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct WriteAccess(CacheSlot);
 

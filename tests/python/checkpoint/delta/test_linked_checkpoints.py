@@ -191,7 +191,7 @@ def test_doors_that_do_not_take_linked_checkpoints_say_what_does(root: Path, tmp
         pytest.raises(CheckpointException, match="tables only: load it with Saver"),
     ):
         dcp.load({}, storage_reader=EmbCacheStorageReader(root, other))
-    with pytest.raises(PathError, match="no block-level checkpoint"):
+    with pytest.raises(PathError, match="no RecIS-format checkpoint"):
         serialize.Loader(str(root), hashtables={"item": other}).load()
     with pytest.raises(TypeError, match="linked"):
         Saver(0).save_async(bag, root, linked=True)  # type: ignore[call-arg]

@@ -437,7 +437,7 @@ def test_killed_shard_does_not_complete_its_save_with_later_rows(path: Path) -> 
     for shard in shards:
         shard_of(shard).native.set_step(7)
     Saver(1, 2, path=str(path), hashtables={"item": shards[1]}).save()
-    with pytest.raises(PathError, match="no block-level checkpoint"):
+    with pytest.raises(PathError, match="no RecIS-format checkpoint"):
         Loader(str(path), {"item": make_bag()}).load()
     Saver(0, 2, path=str(path), hashtables={"item": shards[0]}).save()
     bag = make_bag()
@@ -525,7 +525,7 @@ def test_wrong_arguments_are_refused(path: Path) -> None:
     for change in load:
         with pytest.raises(InputError):
             Loader(where, {"item": bag}, filter_func=change).load()
-    with pytest.raises(PathError, match="no block-level checkpoint"):
+    with pytest.raises(PathError, match="no RecIS-format checkpoint"):
         Loader(str(path.parent), {"item": bag}).load()
 
 

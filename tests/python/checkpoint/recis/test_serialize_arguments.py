@@ -1,4 +1,4 @@
-"""Filters, reports and optimizers of block-level saves and loads, and a model's two parts."""
+"""Filters, reports and optimizers of RecIS-format saves and loads, and a model's two parts."""
 
 import json
 from pathlib import Path

@@ -48,7 +48,7 @@ fn expected(contents: &Contents, step: u64) -> Vec<(RankKey, Id)> {
 
 fn listed(rig: &Rig, step: u64, spans: &[RankKeyRange]) -> Vec<RankKey> {
     let (_, counted) = rig.table.score_histogram(step, spans, None).expect("a census").expect("any version");
-    let Some(RankRangeContents::Listed(mut standings)) = counted.spans.into_iter().next() else {
+    let Some(RankRangeContents::Listed(mut standings)) = counted.ranges.into_iter().next() else {
         panic!("it is listed")
     };
     standings.sort_unstable();
@@ -124,7 +124,7 @@ fn score_histogram_counts_ranges_of_one_version_and_step() {
         let (version, census) =
             rig.table.score_histogram(2, &[counted, ALL], None).expect("a census").expect("any version");
         assert_eq!((census.rows, census.newest), (800, 100));
-        let [RankRangeContents::Counted(parts), RankRangeContents::Listed(standings)] = &census.spans[..] else {
+        let [RankRangeContents::Counted(parts), RankRangeContents::Listed(standings)] = &census.ranges[..] else {
             panic!("{census:?}")
         };
         assert_eq!((parts.len(), standings.len()), (2, 800));
@@ -134,7 +134,7 @@ fn score_histogram_counts_ranges_of_one_version_and_step() {
         assert_eq!((low.id, high.id), (0, (-1_i64).cast_unsigned()));
         let narrower = RankKeyRange { low, high, is_listed: false };
         let same = rig.table.score_histogram(2, &[narrower], Some(version)).expect("a census");
-        let RankRangeContents::Counted(parts) = &same.expect("nothing has changed").1.spans[0] else {
+        let RankRangeContents::Counted(parts) = &same.expect("nothing has changed").1.ranges[0] else {
             panic!("counted")
         };
         assert_eq!(parts.iter().map(|(_, part)| part.rows).collect::<Vec<u64>>(), [400, 300]);

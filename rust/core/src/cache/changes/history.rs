@@ -101,7 +101,7 @@ impl CheckpointHistory {
         }
         self.pending_save = None;
         match base {
-            Some(ancestor) => self.saved_as(ancestor),
+            Some(base) => self.saved_as(base),
             None => self.prune(),
         }
     }
@@ -390,6 +390,26 @@ mod tests {
         history.forget();
         history.finish_background_save(4, Some(base(4)));
         assert!(history.bases().is_empty(), "other contents");
+    }
+
+    #[test]
+    fn the_encoded_bytes_are_fixed() {
+        use crate::lifecycle::ExpiryRule;
+
+        let mut history = CheckpointHistory::new(1 << 10);
+        history.saved_as(BaseCheckpoint { name: "7-ab".into(), manifest_xxh3: 12, next_epoch: 3 });
+        let head = r#"{"bases":[{"name":"7-ab","manifest_xxh3":12,"next_epoch":3}],"tombstones":[]}"#;
+        assert_eq!(history.encode(1 << 20), [head.as_bytes(), b"\n"].concat(), "empty lists are omitted");
+        history.record_tombstones(3, &[1, -2]);
+        history.record_tombstones(4, &[5]);
+        history.record_sweep(4, &ExpirySweep { step: 9, rule: ExpiryRule::LastStep(8) });
+        history.record_expired(4, 6);
+        let head = concat!(
+            r#"{"bases":[{"name":"7-ab","manifest_xxh3":12,"next_epoch":3}],"tombstones":[[3,2],[4,1]],"#,
+            r#""sweeps":[[4,{"step":9,"rule":{"last_step":8}}]],"expired":[[4,6]]}"#,
+        );
+        let ids = [1, -2, 5].map(i64::to_le_bytes).concat();
+        assert_eq!(history.encode(1 << 20), [head.as_bytes(), b"\n", &ids].concat());
     }
 
     #[test]

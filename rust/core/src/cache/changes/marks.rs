@@ -93,16 +93,16 @@ impl SnapshotRows {
     /// Copies the pending rows among these host rows.
     #[cold]
     pub(crate) fn keep_host<'a>(&mut self, host: &HostTier, slots: impl Iterator<Item = ReadAccess<'a>>) {
-        let wanted: Vec<ReadAccess<'a>> = slots.filter(|quiet| self.host.take(quiet.slot())).collect();
+        let wanted: Vec<ReadAccess<'a>> = slots.filter(|access| self.host.take(access.slot())).collect();
         if wanted.is_empty() {
             return;
         }
         let mut keeping = self.writer();
-        for (at, &quiet) in wanted.iter().enumerate() {
+        for (at, &access) in wanted.iter().enumerate() {
             if let Some(&later) = wanted.get(at + ROWS_AHEAD) {
                 host.prefetch_row(later.slot());
             }
-            let row = host.row(quiet);
+            let row = host.row(access);
             keeping.copy_row(row.header, |to| to.copy_from_slice(row.vector));
         }
     }
@@ -194,7 +194,7 @@ impl SnapshotRows {
 /// passed on.
 #[derive(Debug, Default)]
 pub(crate) struct ExportSet {
-    under_way: Vec<ExportState>,
+    in_progress: Vec<ExportState>,
     next: u64,
     /// Versions of the contents that consumers take chunk by chunk, each pinned until its token is dropped.
     pinned_contents: Vec<(u64, Weak<()>)>,
@@ -229,35 +229,40 @@ impl ExportSet {
     pub(crate) fn begin(&mut self, version: u64) -> (u64, WrittenBackIds) {
         self.next += 1;
         let written_down = WrittenBackIds::default();
-        self.under_way.push(ExportState { number: self.next, version, cursor: 0, written_back: written_down.clone() });
+        self.in_progress.push(ExportState {
+            number: self.next,
+            version,
+            cursor: 0,
+            written_back: written_down.clone(),
+        });
         (self.next, written_down)
     }
 
     pub(crate) fn end(&mut self, number: u64) {
-        self.under_way.retain(|export| export.number != number);
+        self.in_progress.retain(|export| export.number != number);
     }
 
     /// The first slot that an export has not passed on yet.
     pub(crate) fn cursor(&self, number: u64) -> CacheSlot {
-        self.under_way.iter().find(|export| export.number == number).map_or(0, |export| export.cursor)
+        self.in_progress.iter().find(|export| export.number == number).map_or(0, |export| export.cursor)
     }
 
     /// Records that an export has passed on the rows in slots below `cursor`.
     pub(crate) fn move_cursor(&mut self, number: u64, cursor: CacheSlot) {
-        if let Some(export) = self.under_way.iter_mut().find(|export| export.number == number) {
+        if let Some(export) = self.in_progress.iter_mut().find(|export| export.number == number) {
             export.cursor = cursor;
         }
     }
 
     /// True if rows must stay in their slots, because an export of these contents is in progress.
     pub(crate) fn keeps_rows_in_slots(&self, version: u64) -> bool {
-        self.under_way.iter().any(|export| export.version == version)
+        self.in_progress.iter().any(|export| export.version == version)
     }
 
     /// Pins the contents of this version, as far as background work could change them, until the returned token is
     /// dropped. Dropping it needs no table lock, because Python must not wait for that lock.
     pub(crate) fn pin_contents(&mut self, version: u64) -> Arc<()> {
-        self.pinned_contents.retain(|(_, wanted_by)| wanted_by.strong_count() > 0);
+        self.pinned_contents.retain(|(_, token)| token.strong_count() > 0);
         let token = Arc::new(());
         self.pinned_contents.push((version, Arc::downgrade(&token)));
         token
@@ -265,8 +270,8 @@ impl ExportSet {
 
     /// True if an export of these contents is in progress, or they are pinned.
     pub(crate) fn are_contents_pinned(&self, version: u64) -> bool {
-        let is_wanted = |(of, wanted_by): &(u64, Weak<()>)| *of == version && wanted_by.strong_count() > 0;
-        self.keeps_rows_in_slots(version) || self.pinned_contents.iter().any(is_wanted)
+        let is_pinned = |(pinned, token): &(u64, Weak<()>)| *pinned == version && token.strong_count() > 0;
+        self.keeps_rows_in_slots(version) || self.pinned_contents.iter().any(is_pinned)
     }
 
     /// Records that the rows in these slots are about to be written to SSD. Must precede any scan of the SSD tier that
@@ -277,7 +282,7 @@ impl ExportSet {
         slots: &(impl Iterator<Item = CacheSlot> + Clone),
         id: impl Fn(CacheSlot) -> Id,
     ) {
-        for export in self.under_way.iter().filter(|export| export.version == version) {
+        for export in self.in_progress.iter().filter(|export| export.version == version) {
             let handed_over = slots.clone().filter(|&slot| slot < export.cursor);
             lock(&export.written_back.0).extend(handed_over.map(&id));
         }

@@ -123,10 +123,10 @@ impl PreImages {
     /// Returns a writer for rows of a table, one at a time.
     pub(crate) fn writer(&self, table: usize) -> PreImageWriter<'_> {
         let mut state = lock(&self.shared.state);
-        let refused = state.failed.is_some();
+        let has_failed = state.failed.is_some();
         let images = &mut state.tables[table];
         images.writers += 1;
-        PreImageWriter { images: self, table, floats: images.floats, block: images.open.take(), has_failed: refused }
+        PreImageWriter { images: self, table, floats: images.floats, block: images.open.take(), has_failed }
     }
 
     /// Takes some copied rows of a table, after those that are being copied; `None` when none remain. Errors: as

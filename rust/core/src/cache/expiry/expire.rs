@@ -30,24 +30,26 @@ impl Lifecycle {
             return Ok(());
         }
         let dim = placement.context.layout.dim;
-        let of_slot = |idle: &WriteAccess| {
+        let of_slot = |access: &WriteAccess| {
             matcher.expired_row(
-                &placement.host.metadata(idle.slot()),
-                &placement.host.row(idle.read_access()).vector[..dim],
+                &placement.host.metadata(access.slot()),
+                &placement.host.row(access.read_access()).vector[..dim],
             )
         };
         let rows: Vec<ExpiredRow> = expired.iter().map(of_slot).collect();
-        let on_ssd =
-            expired.iter().zip(&rows).filter(|(idle, _)| placement.host.slots.state(idle.slot()).has(RowState::ON_SSD));
+        let on_ssd = expired
+            .iter()
+            .zip(&rows)
+            .filter(|(access, _)| placement.host.slots.state(access.slot()).has(RowState::ON_SSD));
         let copies = placement.copies_of_host(expired)?;
         placement.remove_expired_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
         placement.keep_host_pre_images(expired.iter().map(WriteAccess::read_access));
         let (mut provisional, mut leaving, mut ids) = (Vec::new(), Vec::with_capacity(expired.len()), Vec::new());
-        for (idle, row) in expired.iter().zip(&rows) {
-            if placement.host.slots.is_pinned(idle.slot()) {
-                provisional.push((row.id, idle.slot()));
+        for (access, row) in expired.iter().zip(&rows) {
+            if placement.host.slots.is_pinned(access.slot()) {
+                provisional.push((row.id, access.slot()));
             } else {
-                leaving.push(idle.slot());
+                leaving.push(access.slot());
                 ids.push(row.id);
             }
         }
@@ -141,13 +143,13 @@ impl Lifecycle {
         let mut vectors = memory::zeros("match rows on SSD", wanted.len() * floats)?;
         let absent = placement.context.read_from_ssd(ssd, &wanted, &mut headers, &mut vectors);
         let absent = absent.map_err(|error| placement.context.in_table(error))?;
-        let dead_row = |&(_, at): &(Id, usize)| {
+        let expired_row = |&(_, at): &(Id, usize)| {
             let row = RowRef { header: &headers[at], vector: &vectors[at * floats..][..floats] };
             let expired =
                 absent.binary_search(&(at as u32)).is_err() && matcher.sweep.matches(row.header, &row.vector[..dim]);
             expired.then_some(row)
         };
-        let expired: Vec<RowRef<'_>> = wanted.iter().filter_map(dead_row).collect();
+        let expired: Vec<RowRef<'_>> = wanted.iter().filter_map(expired_row).collect();
         self.expire_read_rows(placement, &expired, matcher)
     }
 
@@ -206,10 +208,10 @@ impl Placement {
         }
         match self.unused_slot(slot, header.id) {
             None => deferred.push(header.id),
-            Some(idle) => {
-                let weights = &self.host.row(idle.read_access()).vector[..self.context.layout.dim];
+            Some(access) => {
+                let weights = &self.host.row(access.read_access()).vector[..self.context.layout.dim];
                 if !by_weights || sweep.matches(&header, weights) {
-                    expired.push(idle);
+                    expired.push(access);
                 }
             }
         }
@@ -217,8 +219,8 @@ impl Placement {
 
     /// Returns write access to a host slot, unless an active plan uses its row.
     fn unused_slot(&mut self, slot: CacheSlot, id: Id) -> Option<WriteAccess> {
-        if let Some(idle) = self.host.unpinned(slot) {
-            return Some(idle);
+        if let Some(access) = self.host.unpinned(slot) {
+            return Some(access);
         }
         // SAFETY: kernels use only rows of active plans, and this id is in none of them. A plan becomes active under
         // the table's lock, which the user of the slot holds until then.

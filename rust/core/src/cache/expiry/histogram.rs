@@ -18,7 +18,7 @@ impl Lifecycle {
         &mut self,
         placement: &mut Placement,
         step: u64,
-        spans: &[RankKeyRange],
+        ranges: &[RankKeyRange],
         version: Option<u64>,
     ) -> Result<Option<(u64, ScoreHistogram)>> {
         if step != placement.changes.step {
@@ -33,8 +33,8 @@ impl Lifecycle {
         if version.is_some_and(|version| version != now) {
             return Ok(None);
         }
-        let mut census = ScoreHistogramBuilder::new(step, placement.context.decay, spans)?;
-        let seen = placement.count_in_ram(&mut census)? + placement.count_on_ssd(&mut census)?;
+        let mut histogram = ScoreHistogramBuilder::new(step, placement.context.decay, ranges)?;
+        let seen = placement.count_in_ram(&mut histogram)? + placement.count_on_ssd(&mut histogram)?;
         if seen != placement.counts.rows() {
             let (table, rows) = (&placement.context.config.name, placement.counts.rows());
             let message = format!(
@@ -42,7 +42,7 @@ impl Lifecycle {
             );
             return Err(Error::new(Kind::State, message));
         }
-        Ok(Some((now, census.finish())))
+        Ok(Some((now, histogram.finish())))
     }
 }
 

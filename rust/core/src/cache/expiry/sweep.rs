@@ -355,6 +355,8 @@ impl Lifecycle {
             }
             Ok(())
         })?;
+        // The scan skips rows that are also in RAM, which are matched there. Rows that move meanwhile are in
+        // `changes.moved`.
         ssd.remove_without_tombstones(&expired.iter().map(|row| row.id).collect::<Vec<Id>>());
         self.record_expired(placement, &expired, copies, &matcher);
         Ok(true)

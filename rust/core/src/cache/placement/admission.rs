@@ -180,8 +180,8 @@ impl TableAdmission {
     /// `None` resets the row to zeros. Does nothing if the table has no OOV row.
     pub(crate) fn set_oov_row(&mut self, saved: Option<&OovRow>) {
         let layout = self.context.layout;
-        let Some(shared) = &mut self.oov_row else { return };
-        *shared = match saved {
+        let Some(oov_row) = &mut self.oov_row else { return };
+        *oov_row = match saved {
             Some(saved) => {
                 OovRow::from_values(layout, saved.values().to_vec()).unwrap_or_else(|| saved.without_slots(layout))
             }
@@ -192,8 +192,8 @@ impl TableAdmission {
 
     /// Updates the OOV row by its gradient: `[D]`.
     pub(crate) fn train_oov_row(&mut self, gradient: &[f32], step: &OptimizerStep) {
-        if let Some(shared) = &mut self.oov_row {
-            shared.train(self.context.layout, gradient, step);
+        if let Some(oov_row) = &mut self.oov_row {
+            oov_row.train(self.context.layout, gradient, step);
         }
     }
 

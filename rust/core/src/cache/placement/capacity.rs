@@ -229,8 +229,8 @@ impl Placement {
         let Some(ssd) = &self.context.ssd else { return Ok(0) };
         let in_ram = self.host.row_count() + self.device.as_ref().map_or(0, crate::tiers::DeviceTier::row_count);
         // If all rows are in RAM, the SSD tier would search all of its segments in vain.
-        let born_in_ram = in_ram.saturating_sub(self.counts.provisional());
-        let rows = rows.min(self.counts.rows().saturating_sub(born_in_ram));
+        let new_in_ram = in_ram.saturating_sub(self.counts.provisional());
+        let rows = rows.min(self.counts.rows().saturating_sub(new_in_ram));
         if rows == 0 {
             return Ok(0);
         }

@@ -120,9 +120,9 @@ impl Placement {
             if !self.host.slots.state(slot).is_current() {
                 continue;
             }
-            let Some(idle) = self.host.unpinned(slot) else { continue };
-            self.keep_host_pre_images(std::iter::once(idle.read_access()));
-            if self.move_or_demote(&idle).is_err() {
+            let Some(access) = self.host.unpinned(slot) else { continue };
+            self.keep_host_pre_images(std::iter::once(access.read_access()));
+            if self.move_or_demote(&access).is_err() {
                 return;
             }
         }
@@ -140,11 +140,11 @@ impl Placement {
         let slots = &self.host.slots;
         let current: Vec<CacheSlot> =
             slots.occupied_from(slots.capacity()).filter(|&slot| slots.state(slot).is_current()).collect();
-        let idle: Vec<WriteAccess> = current.into_iter().filter_map(|slot| self.host.unpinned(slot)).collect();
-        self.keep_host_pre_images(idle.iter().map(WriteAccess::read_access));
+        let accesses: Vec<WriteAccess> = current.into_iter().filter_map(|slot| self.host.unpinned(slot)).collect();
+        self.keep_host_pre_images(accesses.iter().map(WriteAccess::read_access));
         let mut drained = Ok(());
-        for idle in idle {
-            if let Err(error) = self.move_or_demote(&idle) {
+        for access in accesses {
+            if let Err(error) = self.move_or_demote(&access) {
                 drained = Err(error);
             }
         }
@@ -292,8 +292,9 @@ impl Placement {
         self.host.insert_rows(&fitting);
         self.changes.moved.record(ids.into_iter());
         for (position, row, shadow) in shadowed {
-            let idle = self.host.unused_by_kernels(shadow).expect("kernels run on the device tier that the row leaves");
-            self.host.overwrite(&idle, rows.row(position, floats));
+            let access =
+                self.host.unused_by_kernels(shadow).expect("kernels run on the device tier that the row leaves");
+            self.host.overwrite(&access, rows.row(position, floats));
             self.host.slots.set_state(shadow, row);
         }
         self.traffic.host.written_bytes += (slots.len() * floats * 4) as u64;

@@ -77,8 +77,8 @@ impl Placement {
             return Ok(RowChunk::default());
         }
         let mut copies = self.space_for_copies(slots.len())?;
-        for idle in slots {
-            copies.push(self.host.row(idle.read_access()));
+        for access in slots {
+            copies.push(self.host.row(access.read_access()));
         }
         Ok(copies)
     }

@@ -452,7 +452,7 @@ impl PlanState {
             Some(plan) => Err(Error::new(
                 Kind::State,
                 format!(
-                    "table {:?} has not_admitted = \"shared\": say Plan.train_shared before the update",
+                    "table {:?} has not_admitted=\"oov\": call Plan.train_oov_row() before the update",
                     plan.table.config.name
                 ),
             )),

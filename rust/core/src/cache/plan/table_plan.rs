@@ -223,11 +223,11 @@ impl TablePlan {
         let absent = mode.absent_read(&self.table.config);
         let slots_of = |slots: &[CacheSlot]| self.inverse.iter().map(|&id| slots[id as usize]).collect();
         // Ids that are not admitted read the absent row or their initial value. They are not updated in either case.
-        let with_births = (absent == AbsentRead::Initial).then(|| slots_of(&self.index.slots));
+        let all_slots = (absent == AbsentRead::Initial).then(|| slots_of(&self.index.slots));
         for &position in self.pins.not_admitted_positions() {
             self.index.slots[position as usize] = NO_SLOT;
         }
-        self.occurrence_slots = with_births.unwrap_or_else(|| slots_of(&self.index.slots));
+        self.occurrence_slots = all_slots.unwrap_or_else(|| slots_of(&self.index.slots));
         self.absent = match absent {
             AbsentRead::Value(value) if value != 0.0 => Some(vec![value; self.table.layout.dim]),
             // The OOV row at the time of the admission decision. The backward uses the same values.
@@ -379,15 +379,15 @@ impl TablePlan {
     /// Called before the rows of the batch are updated: keeps copies of the rows that a snapshot needs. A kernel
     /// updates them in `tensors` if the rows of a device tier are in RAM.
     pub(super) fn keep_pre_images(&self, rows: &RowUseGuard<'_>, tensors: Option<&DeviceTensors<'_>>) {
-        let (table, has_moment) = (&*self.table, self.table.has_snapshot(rows));
+        let (table, has_snapshot) = (&*self.table, self.table.has_snapshot(rows));
         let may_sweep = table.has_device() && table.config.eviction.is_some();
-        if !has_moment && !may_sweep {
+        if !has_snapshot && !may_sweep {
             return;
         }
         let keep = |locked: &mut TableGuard<'_>| {
             locked.prepare_sweep_after_step()?;
             match tensors {
-                _ if !has_moment => {}
+                _ if !has_snapshot => {}
                 Some(tensors) => locked.placement.keep_tensor_pre_images(&self.index.slots, tensors),
                 None => locked.placement.keep_pre_images(&self.index.slots, rows.no_kernel_writes())?,
             }

@@ -181,8 +181,8 @@ impl Residency {
         }
         for (position, found) in part.found.iter().enumerate() {
             if let RowLocation::Host(slot) = *found {
-                let idle = self.placement.host.unpinned(slot).expect("no plan uses a row that is imported");
-                self.placement.host.overwrite(&idle, row(position));
+                let access = self.placement.host.unpinned(slot).expect("no plan uses a row that is imported");
+                self.placement.host.overwrite(&access, row(position));
                 self.placement.host.slots.mark(slot, RowState::DIRTY.with(RowState::MODIFIED));
             }
         }

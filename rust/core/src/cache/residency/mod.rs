@@ -351,10 +351,10 @@ impl Residency {
     pub(crate) fn score_histogram(
         &mut self,
         step: u64,
-        spans: &[RankKeyRange],
+        ranges: &[RankKeyRange],
         version: Option<u64>,
     ) -> Result<Option<(u64, ScoreHistogram)>> {
-        self.lifecycle.score_histogram(&mut self.placement, step, spans, version)
+        self.lifecycle.score_histogram(&mut self.placement, step, ranges, version)
     }
 
     /// True if nothing has changed since the last sweep except by that sweep.

@@ -48,11 +48,11 @@ impl Residency {
     ///
     /// Errors: `Memory`.
     pub(crate) fn resume_metadata(&mut self, metadata: &[u8]) -> Result<()> {
-        let (shared, blob) = split_oov_row(metadata, self.placement.context.layout);
-        if shared.is_none() {
+        let (oov_row, blob) = split_oov_row(metadata, self.placement.context.layout);
+        if oov_row.is_none() {
             self.lifecycle.admission.log_new_oov_row(self.placement.changes.step, "the state that it resumes");
         }
-        self.lifecycle.admission.set_oov_row(shared.as_ref());
+        self.lifecycle.admission.set_oov_row(oov_row.as_ref());
         let (clock, blob) = split_clock(blob);
         self.lifecycle.clock.steps = serde_json::from_slice(clock).unwrap_or_default();
         let (is_as_swept, blob) = split_unchanged(blob);
@@ -162,17 +162,17 @@ pub(super) fn rest_bytes(config: &TableConfig, metadata_bytes: usize) -> usize {
 /// Errors: `Config`, which states how many bytes the tier needs.
 pub(crate) fn check_metadata_space(config: &TableConfig) -> Result<()> {
     let Some(ssd) = &config.ssd else { return Ok(()) };
-    let (shared, clock) = (oov_row_bytes(config), if config.keeps_times() { LEAST_CLOCK_BYTES } else { 0 });
-    if SsdTier::max_metadata_bytes_of(ssd.bytes) >= shared + clock {
+    let (oov_row, clock) = (oov_row_bytes(config), if config.keeps_times() { LEAST_CLOCK_BYTES } else { 0 });
+    if SsdTier::max_metadata_bytes_of(ssd.bytes) >= oov_row + clock {
         return Ok(());
     }
-    let what = match (shared > 0, clock > 0) {
+    let what = match (oov_row > 0, clock > 0) {
         (true, true) => "the OOV row of not_admitted=\"oov\" and the step times, which eviction by seconds needs",
         (true, false) => "the OOV row of not_admitted=\"oov\"",
         _ => "the step times, which eviction by seconds needs",
     };
-    let least = SsdTier::cap_for_metadata(shared + clock);
-    let lower = if shared > 0 { ", or lower embedding_dim" } else { "" };
+    let least = SsdTier::cap_for_metadata(oov_row + clock);
+    let lower = if oov_row > 0 { ", or lower embedding_dim" } else { "" };
     Err(Error::new(
         Kind::Config,
         format!(

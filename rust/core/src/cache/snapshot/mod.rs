@@ -85,9 +85,9 @@ impl TableSnapshot {
             guard.finish_sweep()
         };
         let (mut guard, ()) = table.with_device_rows(&rows, || table.lock(), swept)?;
-        let left = base.map(|ancestor| guard.tombstones_since(ancestor)).transpose()?;
-        let sweeps = base.map(|ancestor| guard.placement.changes.history.sweeps_since(ancestor)).unwrap_or_default();
-        let since = base.map_or(0, |ancestor| ancestor.next_epoch);
+        let left = base.map(|base| guard.tombstones_since(base)).transpose()?;
+        let sweeps = base.map(|base| guard.placement.changes.history.sweeps_since(base)).unwrap_or_default();
+        let since = base.map_or(0, |base| base.next_epoch);
         let marks = guard.placement.snapshot_marks(since)?;
         let number = images.add(&table.layout);
         let ssd = match &table.ssd {
@@ -113,7 +113,7 @@ impl TableSnapshot {
             clock: guard.lifecycle.clock.steps.clone(),
             oov_row: guard.lifecycle.admission.oov_row().cloned(),
         };
-        let counted_since = base.map(|ancestor| ancestor.next_epoch);
+        let counted_since = base.map(|base| base.next_epoch);
         guard.begin_snapshot(marks, Arc::clone(images), number, next_epoch, counted_since);
         table.set_has_snapshot(&rows);
         Ok(snapshot)

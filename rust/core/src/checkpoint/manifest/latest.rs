@@ -182,7 +182,7 @@ pub(crate) fn hold_unread(dir: &CheckpointDirectory) -> Result<Option<DirLock>> 
 /// but unlocked directory.
 pub(crate) fn make_held(root: &CheckpointDirectory, name: impl Display) -> Result<(CheckpointDirectory, DirLock)> {
     let dir = root.subdirectory(name);
-    let _no_sweep = lock_root(root)?;
+    let _no_removal = lock_root(root)?;
     dir.make()?;
     let lock = dir.lock()?;
     Ok((dir, lock))

@@ -376,7 +376,7 @@ impl CheckpointManifest {
             return Err("a delta has a parent, and no other checkpoint has one".into());
         }
         if self.merged.is_some() && self.kind != CheckpointKind::Full {
-            return Err("what was merged is full".into());
+            return Err("only a full checkpoint can be a merged one".into());
         }
         if self.made_from.is_some() != (self.kind == CheckpointKind::Serving) {
             return Err("a serving checkpoint was made from another one, and no other kind".into());

@@ -53,7 +53,7 @@ pub struct TableSpec {
     /// Number of buckets of the table.
     pub total_num_buckets: u32,
     /// The OOV row, if the table has one and it was saved.
-    #[serde(default, rename = "oov_row", skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub oov_row: Option<OovRow>,
     /// Values that an evaluation reads for a missing id.
     pub missing_read: MissingRead,
@@ -98,7 +98,7 @@ impl TableSpec {
     /// Parses the JSON of a manifest. `Kind::Input` describes the field that is missing, unknown or out of range.
     pub fn from_json(text: &str) -> Result<Self> {
         let spec: Self = serde_json::from_str(text)
-            .map_err(|e| Error::new(Kind::Input, format!("the description of a table is not one: {e}")))?;
+            .map_err(|e| Error::new(Kind::Input, format!("invalid table description: {e}")))?;
         spec.check()?;
         Ok(spec)
     }

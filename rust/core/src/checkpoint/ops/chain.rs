@@ -160,7 +160,7 @@ impl CheckpointChain {
     /// Errors: `Mismatch` (no such table, another dim or optimizer, or segments that `into` cannot be opened from),
     /// `State` (rows in use), `Corruption`, `Storage`.
     pub fn check_table(&self, into: &Table, request: &TableRequest<'_>) -> Result<TableSource> {
-        self.refuse_serving("tables that are trained or evaluated by a model are loaded")?;
+        self.refuse_serving("load tables that a model trains or evaluates")?;
         let entry = self.table(request.module, request.table)?;
         entry.spec.check_fits(into.config(), request.columns == LoadColumns::All)?;
         into.check_unused()?;
@@ -198,7 +198,8 @@ impl CheckpointChain {
         Ok(TableSource::Segments(files, counters, counts, entry.clock.clone(), entry.spec.oov_row.clone()))
     }
 
-    /// Returns `Unsupported` if this is a serving checkpoint, which does not support `action`.
+    /// Returns `Unsupported` if this is a serving checkpoint, which does not support `action`, a verb
+    /// phrase.
     pub fn refuse_serving(&self, action: &str) -> Result<()> {
         self.links()[0].refuse_serving(action)
     }
@@ -231,7 +232,7 @@ pub(crate) fn open_parent(
     }
     manifest
         .check_fits_parent(parent.manifest())
-        .map_err(|what| damaged("what it holds", format!("changes of {}", named.name), what))?;
+        .map_err(|what| damaged("its tables", format!("a delta of {}", named.name), what))?;
     parent.release();
     Ok(parent)
 }

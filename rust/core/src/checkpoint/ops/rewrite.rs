@@ -30,7 +30,7 @@ impl ChainCompaction {
     pub fn open(directory: &CheckpointDirectory, latest: LatestCheckpoint) -> Result<Option<Self>> {
         directory.check_to_save()?;
         let chain = CheckpointChain::open(directory, latest)?;
-        chain.refuse_serving("deltas are merged")?;
+        chain.refuse_serving("merge deltas")?;
         Ok((chain.manifest().kind != CheckpointKind::Full).then(|| Self {
             chain,
             directory: directory.clone(),
@@ -92,7 +92,7 @@ pub fn reshard(
     world: u32,
     counts: bool,
 ) -> Result<PublishedCheckpoint> {
-    from.refuse_serving("rows are divided between ranks")?;
+    from.refuse_serving("divide rows between ranks")?;
     let tables = &from.manifest().tables;
     let owners: Vec<Option<u32>> =
         tables.iter().map(|entry| from.only_rank(&entry.spec.module, &entry.spec.table)).collect();
@@ -102,7 +102,7 @@ pub fn reshard(
     if world == 0 || world > max_ranks {
         return Err(Error::new(
             Kind::Input,
-            format!("a world of {world} ranks: give 1 to {max_ranks}, the buckets there are"),
+            format!("a world of {world} ranks: give 1 to {max_ranks}, the number of buckets"),
         ));
     }
     let save = CheckpointSave::begin(to, random)?;
@@ -138,7 +138,7 @@ pub fn make_for_serving(
     precision: WeightPrecision,
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<PublishedCheckpoint> {
-    from.refuse_serving("another precision is made of it")?;
+    from.refuse_serving("convert it to another precision")?;
     let options = SaveOptions { made_from: Some(from.identity()), keep, ..SaveOptions::default() };
     let save = CheckpointSave::begin_with(to, random, options)?;
     let mut write = || {

@@ -121,7 +121,8 @@ impl FromStr for RecisSaveName {
 
     fn from_str(text: &str) -> Result<Self> {
         let name = text.strip_prefix("blocks-").and_then(|rest| rest.parse().ok());
-        name.map(Self).ok_or_else(|| Error::new(Kind::Input, format!("{text:?} is not the name of a block-level save")))
+        name.map(Self)
+            .ok_or_else(|| Error::new(Kind::Input, format!("{text:?} is not the name of a RecIS-format save")))
     }
 }
 

@@ -405,17 +405,17 @@ fn starts_fit(share: &RecisTableShare, starts: &[i64]) -> bool {
 
 /// Finds the latest complete save and locks it.
 fn hold_newest(root: &CheckpointDirectory, wait: &mut WaitCallback<'_>) -> Result<(LatestRecisSave, DirLock)> {
-    let _no_sweep = hold_recis_root(root, DirLockPurpose::ToRead, wait)?;
+    let _no_removal = hold_recis_root(root, DirLockPurpose::ToRead, wait)?;
     let latest = LatestRecisSave::find(root)?.ok_or_else(|| {
         let what = format!(
-            "there is no block-level checkpoint in {}: {LATEST_FILE} is missing; save one first",
+            "there is no RecIS-format checkpoint in {}: {LATEST_FILE} is missing; save one first",
             root.path().display()
         );
         Error::new(Kind::Path, what).at(root.path())
     })?;
     let dir = latest.name.dir(root);
     if !root.has(&latest.name.to_string())? {
-        let expected = "that of a save that is there";
+        let expected = "the name of an existing save";
         return Err(Error::corruption(&root.join(LATEST_FILE), 0, "the name", expected, latest.name));
     }
     let held = dir.hold(DirLockPurpose::ToRead)?;

@@ -1,13 +1,14 @@
 //! RecIS-format saves: tables and tensors as named blocks in the files and names of RecIS 1, published atomically.
 //!
 //! ```text
-//! path/LATEST.blocks                                           the newest complete save and the CRC-32C of its manifest
-//! path/blocks-<seq>-<random>/begun.json                        shards and steps of the tables: by it other shards know their save
-//! path/blocks-<seq>-<random>/model-<k>-of-<n>.safetensors      blocks, as RecIS names them
-//! path/blocks-<seq>-<random>/check-<i>-of-<n>.safetensors      checksums of a shard's blocks, and where buckets start
+//! path/LATEST.blocks                                           the latest complete save and the crc32c of its manifest
+//! path/blocks-<seq>-<random>/begun.json                        number of shards and steps of the tables, by which other shards join
+//! path/blocks-<seq>-<random>/shard-<i>.lock                    locked by the process that writes the shard
+//! path/blocks-<seq>-<random>/model-<k>-of-<n>.safetensors      blocks: `<table>.<slot>/part_<shard>_<shards>`, and tensors
+//! path/blocks-<seq>-<random>/check-<i>-of-<n>.safetensors      crc32c of each 256 KiB of each block; bucket offsets
 //! path/blocks-<seq>-<random>/shard-<i>-of-<n>.json             a shard's tables, blocks and runs, written when they are durable
 //! path/blocks-<seq>-<random>/index, tensorkey.json             RecIS' indexes
-//! path/blocks-<seq>-<random>/manifest.json                     CRC-32C of the shards' manifests, written by the last shard
+//! path/blocks-<seq>-<random>/manifest.json                     crc32c of the shards' manifests, written by the last shard
 //! ```
 //!
 //! Saving, shard by shard, in any order and in any processes:

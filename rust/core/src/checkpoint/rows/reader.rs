@@ -60,7 +60,7 @@ impl OpenCheckpoint {
         let directory = root.subdirectory(latest.name);
         let missing = || {
             let what = format!("LATEST of {}", root.path().display());
-            Error::corruption(root.path(), 0, &what, "the name of a checkpoint that is there", latest.name)
+            Error::corruption(root.path(), 0, &what, "the name of an existing checkpoint", latest.name)
         };
         if !directory.has(MANIFEST_FILE)? {
             return Err(missing());
@@ -205,8 +205,8 @@ impl OpenCheckpoint {
         Ok(groups.into_iter().flatten().collect())
     }
 
-    /// Returns `Unsupported` if this is a serving checkpoint, which does not support the action `what`.
-    pub(crate) fn refuse_serving(&self, what: &str) -> Result<()> {
+    /// Returns `Unsupported` if this is a serving checkpoint, which does not support `action`, a verb phrase.
+    pub(crate) fn refuse_serving(&self, action: &str) -> Result<()> {
         let manifest = self.manifest();
         let (CheckpointKind::Serving, Some(source)) = (manifest.kind, &manifest.made_from) else { return Ok(()) };
         let precision = manifest.tables.iter().find_map(|entry| entry.spec.precision).map_or("", WeightPrecision::name);
@@ -214,7 +214,7 @@ impl OpenCheckpoint {
             Kind::Unsupported,
             format!(
                 "{} is a serving checkpoint (kind serving, {precision}): it is for torchrec_embcache.serving, and has no optimizer state; \
-                 {what} only from the checkpoint that it was made from, {}",
+                 to {action}, use the checkpoint that it was made from, {}",
                 self.directory().path().display(),
                 source.name
             ),

@@ -1,6 +1,6 @@
 //! The file of a published state: a small file with the segments of one consistent state, their lengths and checksums.
 //!
-//! `<commit id>.state` is a line `embcache-ssd-state 1 <crc32c> <bytes> <note bytes>`, then that many bytes of JSON,
+//! `<commit id>.state` is a line `embcache-ssd-state 1 <crc32c> <bytes> <metadata bytes>`, then that many bytes of JSON,
 //! then the table's metadata blob. It is published atomically (temporary file, sync, rename, sync of the directory)
 //! after every segment that it references was synced.
 
@@ -78,7 +78,8 @@ impl SegmentSet {
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct StateFile {
-    pub(crate) token: u64,
+    #[serde(rename = "token")]
+    pub(crate) commit_id: u64,
     pub(crate) identity: ShardIdentity,
     pub(crate) vector_floats: u64,
     pub(crate) scalar_slot: bool,
@@ -101,7 +102,7 @@ impl StateFile {
         let mut bytes =
             format!("{STATE_TITLE} {FORMAT} {crc:08x} {} {}\n{body}", body.len(), self.metadata.len()).into_bytes();
         bytes.extend_from_slice(&self.metadata);
-        write_atomically(engine, &state_path(dir, self.token), &bytes)
+        write_atomically(engine, &state_path(dir, self.commit_id), &bytes)
     }
 
     /// Reads and checks the state `commit_id` of `dir`.
@@ -137,8 +138,8 @@ impl StateFile {
         let mut state: Self = serde_json::from_slice(body)
             .map_err(|e| damaged("the state", "fields of a known format".to_owned(), format!("not readable ({e})")))?;
         metadata.clone_into(&mut state.metadata);
-        if state.token != commit_id {
-            return Err(damaged("the token", commit_id.to_string(), state.token.to_string()));
+        if state.commit_id != commit_id {
+            return Err(damaged("the commit id", commit_id.to_string(), state.commit_id.to_string()));
         }
         let highest = state.segments.iter().map(|segment| segment.serial).max().unwrap_or(0);
         for (what, number) in

@@ -28,7 +28,10 @@ fn choose_commit_id(requested: Option<u64>, last: Option<u64>) -> Result<u64> {
     let next = || last.unwrap_or(0).checked_add(2).map(|next| next & !1);
     let refused = |commit_id: String| {
         let last = last.unwrap_or(0);
-        Error::new(Kind::Input, format!("token = {commit_id}: a state has the token {last} already, give a larger one"))
+        Error::new(
+            Kind::Input,
+            format!("commit_id = {commit_id}: the latest state has commit id {last}; pass a larger one"),
+        )
     };
     let commit_id = requested.or_else(next).ok_or_else(|| refused("the next one".to_owned()))?;
     if last.is_some_and(|last| commit_id <= last) { Err(refused(commit_id.to_string())) } else { Ok(commit_id) }
@@ -48,13 +51,13 @@ pub(crate) fn publish(
 ) -> Result<()> {
     let _publishing = tier.publishing();
     tier.check_writable()?;
-    let (token, published, write_seq, rows) = {
+    let (commit_id, published, write_seq, rows) = {
         // No state references a segment that is being emptied in addition to the copies of its rows.
         let _compacting = pause_compaction_with_space(tier)?;
         let mut state = tier.state();
-        let token = choose_commit_id(commit_id, state.states().last_commit_id())?;
+        let commit_id = choose_commit_id(commit_id, state.states().last_commit_id())?;
         let (segments, write_seq, rows) = state.seal_current_set();
-        (token, PublishedState::pin(token, segments), write_seq, rows)
+        (commit_id, PublishedState::pin(commit_id, segments), write_seq, rows)
     };
     let durable =
         catch_unwind(AssertUnwindSafe(|| make_durable(tier, &published, (write_seq, rows), counters, metadata)));
@@ -74,7 +77,7 @@ pub(crate) fn publish(
     }
     tracing::debug!(
         table = tier.identity.table,
-        token,
+        commit_id,
         rows,
         segments = published.segments.len(),
         "published a state of an SSD tier"
@@ -131,7 +134,7 @@ fn make_durable(
     let segments = make_segments_durable(tier, &published.segments)?;
     tier.context.engine.sync_dir(&tier.context.dir)?;
     let file = StateFile {
-        token: published.commit_id,
+        commit_id: published.commit_id,
         identity: tier.identity.clone(),
         vector_floats: tier.layout.vector_floats() as u64,
         scalar_slot: tier.layout.scalar_slot,

@@ -42,6 +42,7 @@ impl SegmentCursor {
     /// Moves to `segment`, with these of its records remaining, in the order of the file.
     pub(crate) fn enter(&mut self, segment: &Segment, mut records: Vec<CursorRecord>) {
         records.reverse();
+        records.shrink_to_fit();
         self.serial = segment.serial;
         self.remaining = records;
     }

@@ -169,8 +169,8 @@ fn space_error(tier: &TierInner, state: &TierState, step: SpaceWaitStep) -> crat
 
 /// Removes the file of the state at `position` (oldest first), durably, then releases its segments.
 pub(crate) fn remove_state_at(tier: &TierInner, state: &mut TierState, position: usize) -> Result<()> {
-    let Some(token) = state.states().commit_id_at(position) else { return Ok(()) };
-    let path = state_path(&tier.context.dir, token);
+    let Some(commit_id) = state.states().commit_id_at(position) else { return Ok(()) };
+    let path = state_path(&tier.context.dir, commit_id);
     let removed = tier.context.engine.remove_file(&path).and_then(|()| tier.context.engine.sync_dir(&tier.context.dir));
     if let Err(error) = removed {
         tier.context.space.fail(error.clone());
@@ -196,7 +196,7 @@ pub(crate) fn forget_published(tier: &TierInner, commit_id: u64) -> Result<()> {
 fn drop_oldest_state(tier: &TierInner, state: &mut TierState) -> Result<()> {
     tracing::warn!(
         table = tier.identity.table,
-        token = state.states().commit_id_at(0),
+        commit_id = state.states().commit_id_at(0),
         states = state.states().len(),
         free_bytes = tier.context.space.free_bytes(),
         retained_bytes = state.retained_bytes(),

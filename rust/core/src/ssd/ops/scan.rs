@@ -232,7 +232,7 @@ pub(crate) fn begin_snapshot(
     tier.check_usable()?;
     let mut state = tier.state();
     if state.snapshot().is_some() {
-        let message = "the rows of an earlier moment are still being read: wait for that";
+        let message = "an earlier snapshot is still being read: wait for its end";
         return Err(Error::new(Kind::State, message));
     }
     let mut parts = parts_of(&state, since);

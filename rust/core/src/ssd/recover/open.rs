@@ -73,7 +73,7 @@ pub(crate) fn open(
         dir = %context.dir.display(),
         rows = contents.state.rows(),
         segments = contents.state.segments().iter().count(),
-        token = contents.state.states().last_commit_id(),
+        commit_id = contents.state.states().last_commit_id(),
         "opened an SSD tier"
     );
     let counters = contents.resumed.as_ref().map(|resumed| resumed.counters);

@@ -590,7 +590,7 @@ struct SegmentJobQueue {
 impl UnwrittenBlocks {
     /// Locates the `len` bytes at `offset`. Calls `with` with them if they are in a block.
     #[inline]
-    pub(crate) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> SegmentByteSource {
+    fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> SegmentByteSource {
         let end = offset + len as u64;
         if self.written_bytes.load(Ordering::Acquire) >= end {
             return SegmentByteSource::File;

@@ -264,8 +264,8 @@ pub(crate) struct PublishedStates {
 impl PublishedStates {
     /// The states that a resume found, oldest first. It resumed the latest.
     pub(crate) fn resumed(published: Vec<PublishedState>) -> Self {
-        let last_token = published.last().map(|newest| newest.commit_id);
-        Self { published, last_commit_id: last_token, is_last_dropped: false }
+        let last_commit_id = published.last().map(|newest| newest.commit_id);
+        Self { published, last_commit_id, is_last_dropped: false }
     }
 
     /// Number of states.

@@ -414,7 +414,7 @@ impl TierState {
 
     /// Starts a snapshot. There must be none.
     pub(crate) fn begin_snapshot(&mut self, snapshot: SsdSnapshotState) {
-        debug_assert!(self.snapshot.is_none(), "one moment is held at a time");
+        debug_assert!(self.snapshot.is_none(), "there is at most one snapshot at a time");
         self.snapshot = Some(snapshot);
     }
 

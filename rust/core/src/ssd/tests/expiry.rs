@@ -1,5 +1,7 @@
 //! Expiry of rows by a rule.
 
+use std::collections::BTreeMap;
+
 use super::*;
 use crate::error::Kind;
 use crate::io::{FaultEngine, IoFault, IoOperation, MemoryEngine};
@@ -296,4 +298,123 @@ fn fully_expired_segments_go_first() {
     // The additional pass finds the row that stayed.
     cursor.repeat_pass();
     assert_eq!(expire(&tier, &mut cursor, &by_step(5), 100), [2500]);
+}
+
+/// The rows that a tier has, and those that were passed to a sink since the last check.
+struct SinkCheck {
+    rows: BTreeMap<Id, SsdTestRow>,
+    taken: Vec<SsdTestRow>,
+}
+
+impl SinkCheck {
+    fn new(rows: &[SsdTestRow]) -> Self {
+        Self { rows: rows.iter().map(|row| (row.header.id, row.clone())).collect(), taken: Vec::new() }
+    }
+
+    fn evict(&mut self, tier: &SsdTier, rows: u64) -> Vec<Id> {
+        let ids = tier.evict(rows, &settle_and_remove(tier), Some(&mut take_into(&mut self.taken))).unwrap();
+        self.check(&ids);
+        ids
+    }
+
+    fn expire(&mut self, tier: &SsdTier, cursor: &mut SsdExpiryCursor, most: usize) -> SsdExpiredRows {
+        let (rule, keep) = (by_step(5), settle_and_remove(tier));
+        let expired = tier.expire(cursor, &rule, &keep, most, Some(&mut take_into(&mut self.taken))).unwrap();
+        self.check(&expired.rows.iter().map(|(id, _)| *id).collect::<Vec<Id>>());
+        expired
+    }
+
+    /// Checks that the sink got the current rows of exactly `ids`, each once, and removes them from the rows.
+    fn check(&mut self, ids: &[Id]) {
+        assert_eq!(self.taken.iter().map(|row| row.header.id).collect::<Vec<Id>>(), ids);
+        for row in self.taken.drain(..) {
+            assert_eq!(self.rows.remove(&row.header.id), Some(row), "once, with its current contents");
+        }
+    }
+}
+
+/// Keeps no row. Waits for tombstones of the previous segments to be written, so that a failed write ends the removal.
+fn settle_and_remove(tier: &SsdTier) -> impl Fn(Id) -> bool {
+    |_| {
+        settle(tier);
+        false
+    }
+}
+
+/// A sink that adds the rows to `taken`.
+fn take_into(taken: &mut Vec<SsdTestRow>) -> impl FnMut(Vec<RowHeader>, Vec<f32>) {
+    |headers, vectors| {
+        assert_eq!(vectors.len(), headers.len() * DIM);
+        let rows = headers.into_iter().zip(vectors.chunks_exact(DIM));
+        taken.extend(rows.map(|(header, vector)| SsdTestRow { header, vector: vector.to_vec() }));
+    }
+}
+
+#[test]
+fn sink_gets_current_rows_of_entered_segments() {
+    for publishes in [false, true] {
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let (tier, _) = open(&engine, &config(4 << 20, ReopenMode::Never)).unwrap();
+        let first = rows(0..3000, 5);
+        append(&tier, &first, |_| false).unwrap();
+        if publishes {
+            tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
+        }
+        let mut check = SinkCheck::new(&first);
+        let mut cursor = SsdExpiryCursor::default();
+        assert_eq!(check.evict(&tier, 10).len(), 10);
+        check.expire(&tier, &mut cursor, 20);
+        // Both have entered the first segment, in which these rows are next.
+        let next: Vec<Id> = check.rows.keys().copied().take(120).collect();
+        let newer = |ids: &[Id], last_step| -> Vec<SsdTestRow> {
+            let mut newer: Vec<SsdTestRow> = ids.iter().map(|&id| SsdTestRow::new(id, 2)).collect();
+            for row in &mut newer {
+                row.header.last_step = last_step;
+            }
+            newer
+        };
+        for overwritten in [newer(&next[..40], 5), newer(&next[40..80], 9)] {
+            append(&tier, &overwritten, |_| true).unwrap();
+            check.rows.extend(overwritten.into_iter().map(|row| (row.header.id, row)));
+        }
+        tier.remove(&next[80..]).unwrap();
+        next[80..].iter().for_each(|id| assert!(check.rows.remove(id).is_some()));
+        assert_eq!(check.evict(&tier, 60).len(), 60);
+        while !check.expire(&tier, &mut cursor, 70).finished {}
+        assert_eq!(check.rows.keys().copied().collect::<Vec<Id>>(), next[40..80]);
+        assert_eq!(ids_left(&tier), next[40..80]);
+        assert_eq!(check.evict(&tier, 1000).len(), 40);
+        assert_eq!(tier.rows(), 0);
+    }
+}
+
+#[test]
+fn sink_gets_exactly_the_removed_rows_if_a_write_fails() {
+    // Either tombstones fail to be written, or their second segment fails to be created, amid a segment's rows.
+    for (operation, passing) in [(IoOperation::Write, 0), (IoOperation::Create, 1)] {
+        for evicts in [false, true] {
+            let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
+            let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
+            let (tier, _) = open(&engine, &config(4 << 20, ReopenMode::Never)).unwrap();
+            let all = rows(0..6000, 5);
+            append(&tier, &all, |_| false).unwrap();
+            tier.publish(Some(1), StateCounters::default(), Vec::new()).unwrap();
+            settle(&tier);
+            let mut check = SinkCheck::new(&all);
+            faults.hit_once(operation, passing, IoFault::Fail(libc::EIO));
+            if evicts {
+                check.evict(&tier, 6000);
+            } else {
+                assert!(!check.expire(&tier, &mut SsdExpiryCursor::default(), 6000).finished);
+            }
+            assert!(!faults.will_hit());
+            assert!((1..6000).contains(&check.rows.len()), "{} of 6000 rows are left", check.rows.len());
+            assert_eq!(ids_left(&tier), check.rows.keys().copied().collect::<Vec<Id>>());
+            let mut sink = |_, _| panic!("no row is removed");
+            let error = tier.evict(10, &|_| false, Some(&mut sink)).unwrap_err();
+            assert_eq!(error.kind(), Kind::ReadOnly, "{error}");
+            let error = tier.expire(&mut SsdExpiryCursor::default(), &by_step(5), &|_| false, 10, Some(&mut sink));
+            assert_eq!(error.unwrap_err().kind(), Kind::ReadOnly);
+        }
+    }
 }

@@ -194,7 +194,7 @@ impl SpaceModelTier {
         self.reap();
     }
 
-    /// Waits for free space like `work::make_room`. Returns the number of steps.
+    /// Waits for free space like `ops::make_space::wait_for_space`. Returns the number of steps.
     fn wait_for_space(&mut self) -> usize {
         for steps in 0..10_000 {
             self.reap();
