@@ -201,38 +201,4 @@ pub(crate) fn for_each_piece<T: Send>(
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::Barrier;
-    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-
-    use super::for_each_piece;
-    use crate::error::{Error, Kind};
-
-    #[test]
-    fn the_error_is_that_of_the_earliest_failed_piece() {
-        for first_to_end in [0, 1] {
-            let (barrier, has_failed) = (Barrier::new(2), AtomicBool::new(false));
-            let failed = for_each_piece(2, vec![0, 1], |piece| {
-                // Both pieces have started before either fails.
-                barrier.wait();
-                while piece != first_to_end && !has_failed.load(Ordering::Acquire) {
-                    std::thread::yield_now();
-                }
-                let error = Error::new(Kind::Corruption, format!("piece {piece}"));
-                has_failed.store(true, Ordering::Release);
-                Err(error)
-            });
-            assert_eq!(failed.unwrap_err().to_string(), "piece 0", "{first_to_end} ended first");
-        }
-    }
-
-    #[test]
-    fn no_piece_starts_after_an_error() {
-        let started = AtomicUsize::new(0);
-        let failed = for_each_piece(1, (0..10).collect(), |piece: usize| {
-            started.fetch_add(1, Ordering::Relaxed);
-            if piece == 3 { Err(Error::new(Kind::Storage, "full")) } else { Ok(()) }
-        });
-        assert_eq!((failed.unwrap_err().kind(), started.into_inner()), (Kind::Storage, 4));
-    }
-}
+mod tests;
