@@ -17,7 +17,6 @@ from sources import (
     report,
     rust_imports,
     without_comments,
-    without_tests,
 )
 
 # A module imports from the layers below its own, never from its own or above.
@@ -102,7 +101,7 @@ def file_imports(layer: Path) -> dict[str, set[str]]:
         parts = name.split("/")
         if parts[-1] == "mod" or {"tests", "models", "loom"} & set(parts):
             continue
-        source = without_tests(without_comments(path.read_text()))
+        source = without_comments(path.read_text())
         above = parts[:-1]
         named: list[tuple[list[str], str]] = [
             ([], inner) for inner in re.findall(rf"\bcrate::{layer.name}::([a-z_:]+)", source)

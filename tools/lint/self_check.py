@@ -30,7 +30,7 @@ def examples(folder: Path) -> None:
     }
     layer = folder / "layer"
     layer.mkdir()
-    (layer / "one.rs").write_text("use crate::layer::two::Two;\n#[cfg(test)]\nmod tests {\nuse super::four::Four;\n}\n")
+    (layer / "one.rs").write_text("use crate::layer::two::Two;\n#[cfg(test)]\nmod tests;\n")
     (layer / "two.rs").write_text("use super::three::{Three, THREE};")
     (layer / "three.rs").write_text("fn f() { super::one::g() }")
     (layer / "four.rs").write_text("use crate::layer::one;")
@@ -42,7 +42,6 @@ def examples(folder: Path) -> None:
     )
     assert imported_files(source, "torchrec_embcache", names) == names
     source = "fn a(\n    b: u8,\n) {\n    c();\n}\ntrait T {\n    fn d();\n    fn e() {}\n}\n"
-    source += "#[cfg(test)]\nmod tests {\n    fn f() {\n    }"
     assert list(rust_functions(source)) == [("a", 5), ("d", 1), ("e", 1)]
     assert list(python_functions('def a(b):\n    """Say.\n\n    More.\n    """\n    return b\n')) == [("a", 2)]
     source = "def f(a: bool, b: int): ...\nclass C:\n    def g(self, c: bool | None = None, *, d: bool): ...\n"

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from sources import files, name_of, product_files, report, without_tests
+from sources import files, name_of, product_files, report
 
 FILE_LINES = 1_000
 FUNCTION_LINES = 60
@@ -13,7 +13,7 @@ FUNCTION_LINES = 60
 
 def rust_functions(source: str) -> Iterator[tuple[str, int]]:
     """The name of each function of a formatted source, and how many lines it has."""
-    lines = without_tests(source).splitlines()
+    lines = source.splitlines()
     for first, line in enumerate(lines):
         begins = re.match(r"( *)(?:pub(?:\([^)]*\))? )?(?:const )?(?:unsafe )?(?:extern \"C\" )?fn (\w+)", line)
         if begins is None:
@@ -36,11 +36,9 @@ def python_functions(source: str) -> Iterator[tuple[str, int]]:
 
 
 def long_files() -> Iterator[str]:
-    """Files have at most 1,000 lines, without the unit tests of a Rust source."""
-    product = set(product_files())
+    """Files have at most 1,000 lines."""
     for path in sorted(files(".rs", ".py", ".pyi")):
-        source = path.read_text()
-        lines = (without_tests(source) if path in product else source).count("\n")
+        lines = path.read_text().count("\n")
         if lines > FILE_LINES:
             yield f"{name_of(path)}: {lines} lines"
 
@@ -53,7 +51,16 @@ def long_functions() -> Iterator[str]:
                 yield f"{name_of(path)}: {name} has {lines} lines"
 
 
-RULES = (long_files, long_functions)
+def inline_tests() -> Iterator[str]:
+    """Unit tests of a Rust source `a.rs` are in `a/tests.rs`."""
+    for path in sorted(product_files()):
+        if path.suffix == ".rs" and re.search(
+            r"^#\[cfg\((?:test|all\(test,.*)\)\]\nmod \w+ \{", path.read_text(), re.M
+        ):
+            yield name_of(path)
+
+
+RULES = (inline_tests, long_files, long_functions)
 
 if __name__ == "__main__":
     sys.exit(report(*RULES) > 0)

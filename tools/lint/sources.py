@@ -48,11 +48,6 @@ def product_files() -> Iterator[Path]:
             yield path
 
 
-def without_tests(source: str) -> str:
-    """A Rust source up to its module of tests."""
-    return source.split("#[cfg(test)]\nmod tests {")[0]
-
-
 def without_comments(source: str) -> str:
     """A Rust source without its comments."""
     return re.sub(r"//[^\n]*", "", source)
