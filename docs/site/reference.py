@@ -65,6 +65,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
         "What a table may take, the table itself, and its rows.",
         [
             "TierBudgets",
+            "TableOptions",
             "CacheTable",
             "RowChunk",
             "FoundRows",

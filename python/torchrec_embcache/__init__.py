@@ -18,7 +18,7 @@ from .model._evict import evict
 from .model._set_time import set_time
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .stats import AdmissionStats, EvictionStats, Histogram, SsdStats, TableStats, TierStats
-from .table.cache_table import CacheTable, EvictedRows, FoundRows, RowChunk, RowMetadata
+from .table.cache_table import CacheTable, EvictedRows, FoundRows, RowChunk, RowMetadata, TableOptions
 from .table.miss_ratio_curve import MissRatioCurve
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ __all__ = [
     "RowMetadata",
     "Saver",
     "SsdStats",
+    "TableOptions",
     "TableState",
     "TableStats",
     "TierBudgets",

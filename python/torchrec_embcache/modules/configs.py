@@ -15,23 +15,21 @@ import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.types import DataType
 
-from torchrec_embcache.admission import Admission, NotAdmitted
 from torchrec_embcache.config import (
     DEFAULT_TOTAL_NUM_BUCKETS,
     MAX_NUM_BUCKETS,
     CachePolicy,
-    MissingRead,
     OnFull,
     TierBudgets,
     check_choice,
     check_int,
     check_name,
 )
-from torchrec_embcache.eviction import Policy as EvictionPolicy
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.initializers import Initializer, Uniform
-from torchrec_embcache.table._evict_callback import OnEvict, check_on_evict
+from torchrec_embcache.table._evict_callback import check_on_evict
 from torchrec_embcache.table._lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, MAX_SCORE_HALF_LIFE_STEPS, LifecycleConfig
+from torchrec_embcache.table._settings import TableOptionFields
 
 from ._virtual_tables import translate_policy
 from .recsdk import AdmitAndEvictConfig, TranslatedConfig
@@ -58,8 +56,18 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+@dataclass(kw_only=True)
+class _CacheConfigFields(TableOptionFields):
+    """The fields that the configs of this package add to TorchRec's."""
+
+    total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
+    initializer: Initializer | None = None
+    tiers: TierBudgets | None = None
+    admit_and_evict_config: AdmitAndEvictConfig | None = None
+
+
 @dataclass
-class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
+class EmbCacheEmbeddingBagConfig(_CacheConfigFields, EmbeddingBagConfig):
     """A table whose rows are pooled: TorchRec's `EmbeddingBagConfig` with more settings.
 
     Args:
@@ -73,18 +81,6 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
         weight_init_max: the upper bound; by default 1/√num_embeddings.
         initializer: the initializer of new rows; None: `Uniform(weight_init_min, weight_init_max)`.
         tiers: the table's budgets on each rank; None: a portion of the module's, whose tables share RAM as far as possible.
-        policy: the replacement policy of a full tier: "s3fifo", "lru" or "lfu".
-        on_full: behavior when the last tier is full: "error" raises `CapacityError` and loses no rows, "evict" drops rows.
-        missing: value that evaluation reads for an id without a row: its "initial" value or "zeros". None: the same as in training,
-            which is the initial value if every id is admitted, and else `not_admitted`.
-        admission: the admission rule; one of `torchrec_embcache.admission`. None: every id is admitted.
-        not_admitted: value that training reads for an id that is not admitted: "zeros", its "initial" value, a number for every
-            column, or "oov": one row of the table (the OOV row), which the gradients of all such ids train. The id counts in the
-            length of a mean. Unless the value is "oov", its gradient is discarded. Requires `admission`.
-        score_half_life_steps: half-life in steps of a row's score, which is the decayed sum of its occurrences.
-        eviction: the rules that expire rows, and when they run; a `torchrec_embcache.eviction.Policy`. None: no rows expire.
-        on_evict: receiver of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", to queue them for
-            `table.drain_evicted()`. None: no receiver.
         total_num_buckets: an id is in bucket `hash(id) % total_num_buckets`, where the hash is SplitMix64's finalizer, and each
             rank owns a range of buckets. From 1 to 2^20, and fixed for the table's lifetime.
         virtual_table_eviction_policy: TorchRec's form of `eviction`. Fields with an equivalent are translated, and any other field
@@ -92,9 +88,9 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
         admit_and_evict_config: RecSDK's form of `admission`, `not_admitted` and `eviction`; see
             `torchrec_embcache.modules.recsdk`.
 
-    TorchRec's other fields (`data_type`, `init_fn`, `use_virtual_table`, `input_dim`, `num_embeddings_post_pruning`, `need_pos`,
-    `enable_embedding_update`, `stash_weights`) are supported only at their defaults. The `init_fn` of a TorchRec config may be a
-    `functools.partial` of `torch.nn.init.uniform_`.
+    The other fields of this package are those of `TableOptions`. TorchRec's other fields (`data_type`, `init_fn`,
+    `use_virtual_table`, `input_dim`, `num_embeddings_post_pruning`, `need_pos`, `enable_embedding_update`, `stash_weights`) are
+    supported only at their defaults. The `init_fn` of a TorchRec config may be a `functools.partial` of `torch.nn.init.uniform_`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -111,19 +107,6 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
         's3fifo'
     """
 
-    total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
-    initializer: Initializer | None = None
-    tiers: TierBudgets | None = None
-    policy: CachePolicy = "s3fifo"
-    on_full: OnFull = "error"
-    missing: MissingRead | None = None
-    admission: Admission | None = None
-    not_admitted: NotAdmitted = "zeros"
-    score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
-    eviction: EvictionPolicy | None = None
-    on_evict: OnEvict | None = None
-    admit_and_evict_config: AdmitAndEvictConfig | None = None
-
     def __post_init__(self) -> None:
         _check_config(self)
         if self.pooling not in (PoolingType.SUM, PoolingType.MEAN):
@@ -133,7 +116,7 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
 
 
 @dataclass
-class EmbCacheEmbeddingConfig(EmbeddingConfig):
+class EmbCacheEmbeddingConfig(_CacheConfigFields, EmbeddingConfig):
     """A table whose rows are not pooled. Its settings are those of `EmbCacheEmbeddingBagConfig` without `pooling`.
 
     Examples:
@@ -145,19 +128,6 @@ class EmbCacheEmbeddingConfig(EmbeddingConfig):
         >>> word.feature_names
         ['query', 'title']
     """
-
-    total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
-    initializer: Initializer | None = None
-    tiers: TierBudgets | None = None
-    policy: CachePolicy = "s3fifo"
-    on_full: OnFull = "error"
-    missing: MissingRead | None = None
-    admission: Admission | None = None
-    not_admitted: NotAdmitted = "zeros"
-    score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
-    eviction: EvictionPolicy | None = None
-    on_evict: OnEvict | None = None
-    admit_and_evict_config: AdmitAndEvictConfig | None = None
 
     def __post_init__(self) -> None:
         _check_config(self)

@@ -7,7 +7,7 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import numpy as np
 import torch
@@ -18,16 +18,14 @@ from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache._dist.collective import world_size
 from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache._ssd.autoflush import FlushSchedule
-from torchrec_embcache.admission import Admission, NotAdmitted
-from torchrec_embcache.config import CachePolicy, MissingRead, OnFull, TierBudgets, check_int
-from torchrec_embcache.eviction import Policy as EvictionPolicy
+from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, CachePolicy, TierBudgets, check_int
 from torchrec_embcache.exceptions import ConfigError, EmbCacheWarning, InputError, UnsupportedError
 from torchrec_embcache.initializers import Initializer, Uniform
 from torchrec_embcache.model import CacheModule
 from torchrec_embcache.optimizers import SGD, FusedOptimizer, OptimizerSpec, check_one_optimizer
 from torchrec_embcache.stats import TableStats
-from torchrec_embcache.table._evict_callback import OnEvict
 from torchrec_embcache.table._row_summary import mark_as_placeholder
+from torchrec_embcache.table._settings import TableOptionFields, TableOptions, list_options
 from torchrec_embcache.table.cache_table import (
     CacheTable,
     EvictedRows,
@@ -41,14 +39,7 @@ from torchrec_embcache.table.cache_table import (
 from torchrec_embcache.table.miss_ratio_curve import MissRatioCurve
 from torchrec_embcache.table.rows import clicks_array
 
-__all__ = [
-    "TableModule",
-    "check_torch_arguments",
-    "import_pretrained",
-    "optimizer_of",
-    "single_feature_splits",
-    "width_of",
-]
+__all__ = ["ModuleOptions", "TableModule", "single_feature_splits"]
 
 I64 = NDArray[np.int64]
 
@@ -72,7 +63,9 @@ class _KeywordOnlyMixin:
             )
 
 
-def check_torch_arguments(*, dtype: torch.dtype | None, max_norm: None, scale_grad_by_freq: bool, sparse: bool) -> None:
+def _check_torch_arguments(
+    *, dtype: torch.dtype | None, max_norm: None, scale_grad_by_freq: bool, sparse: bool
+) -> None:
     """Raises `UnsupportedError` for values of `torch.nn`'s arguments that this package does not support."""
     for field, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
         if value:
@@ -83,12 +76,29 @@ def check_torch_arguments(*, dtype: torch.dtype | None, max_norm: None, scale_gr
         raise UnsupportedError(f"dtype={dtype!r}: rows are float32; leave it out")
 
 
+class ModuleOptions(TableOptions, total=False):
+    """The optional arguments of `TableModule`."""
+
+    initializer: Initializer | None
+    seed: int
+    padding_idx: int | None
+    total_num_buckets: int
+    device: torch.device | str
+    dtype: torch.dtype | None
+    max_norm: None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
+    replicated: bool
+
+
 class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
     """A module with one table and the lookups in it.
 
     `weight`, a parameter of shape [0, D], is returned by `parameters()`. Freezing it freezes the table.
     """
 
+    @list_options(TableOptionFields)
     def __init__(
         self,
         *,
@@ -96,21 +106,21 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         embedding_dim: int,
         tiers: TierBudgets,
         optimizer: OptimizerSpec,
-        initializer: Initializer | None,
-        seed: int,
-        padding_idx: int | None,
-        policy: CachePolicy,
-        on_full: OnFull,
-        missing: MissingRead | None,
-        admission: Admission | None,
-        not_admitted: NotAdmitted,
-        score_half_life_steps: int,
-        eviction: EvictionPolicy | None,
-        on_evict: OnEvict | None,
-        total_num_buckets: int,
-        device: torch.device | str,
-        replicated: bool,
+        initializer: Initializer | None = None,
+        seed: int = 0,
+        padding_idx: int | None = None,
+        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_norm: None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        replicated: bool = False,
+        **options: Unpack[TableOptions],
     ) -> None:
+        _check_torch_arguments(dtype=dtype, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+        del norm_type  # without effect unless max_norm is set
         super().__init__()
         if optimizer is None:
             raise ConfigError(
@@ -128,16 +138,9 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
             initializer=initializer if initializer is not None else Uniform(-bound, bound),
             optimizer=optimizer,
             seed=seed,
-            policy=policy,
-            on_full=on_full,
-            admission=admission,
-            not_admitted=not_admitted,
-            missing=missing,
-            score_half_life_steps=score_half_life_steps,
-            eviction=eviction,
-            on_evict=on_evict,
             total_num_buckets=total_num_buckets,
             device=device,
+            **options,
         )
         self.weight: nn.Parameter = mark_as_placeholder(
             nn.Parameter(torch.empty(0, self.embedding_dim, dtype=torch.float32, device=self.table.device))
@@ -147,6 +150,27 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         self._replicated = replicated
         self._flush_schedule = FlushSchedule([tiers.flush_interval], collective=False)
         self.table.open()
+
+    @classmethod
+    def _from_pretrained(
+        cls, ids: IdsLike, weights: ValuesLike | None, optimizer: OptimizerSpec | None, *, freeze: bool, **settings: Any
+    ) -> Self:
+        """Creates a module with pretrained rows. Raises `InputError` if `weights` are not [n, D].
+
+        Raises `ConfigError` if the module is to train without an optimizer. On an error of the import the module is closed without
+        a flush.
+        """
+        width = _width_of(cls, weights)
+        if optimizer is None and not freeze:
+            raise ConfigError("freeze=False without an optimizer: give one of torchrec_embcache.optimizers")
+        made = cls(embedding_dim=width, optimizer=optimizer if optimizer is not None else SGD(), **settings)
+        try:
+            made.import_rows(ids, cast(ValuesLike, weights))
+        except BaseException:
+            shard_of(made.table).close_unflushed()
+            raise
+        made.weight.requires_grad_(not freeze)
+        return made
 
     @property
     def tables(self) -> Mapping[str, CacheTable]:
@@ -268,7 +292,7 @@ def single_feature_splits(ids: I64) -> I64:
     return np.array([0, len(ids)], np.int64)
 
 
-def width_of(kind: type[TableModule], weights: ValuesLike | None) -> int:
+def _width_of(kind: type[TableModule], weights: ValuesLike | None) -> int:
     """Returns D of the rows `weights` [n, D] passed to `from_pretrained` of `kind`. Raises `InputError` for other shapes."""
     if weights is None:
         raise InputError(
@@ -282,23 +306,6 @@ def width_of(kind: type[TableModule], weights: ValuesLike | None) -> int:
     if len(shape) != 2:
         raise InputError(f"weights has shape {list(shape)}: give [n, D], a row for each id")
     return int(shape[1])
-
-
-def optimizer_of(optimizer: OptimizerSpec | None, *, freeze: bool) -> OptimizerSpec:
-    """Returns the optimizer of a module made by `from_pretrained`. Raises `ConfigError` if the module is to train without one."""
-    if optimizer is None and not freeze:
-        raise ConfigError("freeze=False without an optimizer: give one of torchrec_embcache.optimizers")
-    return optimizer if optimizer is not None else SGD()
-
-
-def import_pretrained(module: TableModule, ids: IdsLike, weights: ValuesLike, *, freeze: bool) -> None:
-    """Imports the rows of a new module. On an error the module is closed without a flush."""
-    try:
-        module.import_rows(ids, weights)
-    except BaseException:
-        shard_of(module.table).close_unflushed()
-        raise
-    module.weight.requires_grad_(not freeze)
 
 
 def _group_of(table: CacheTable, optimizer: FusedOptimizer) -> LookupGroup:

@@ -3,7 +3,7 @@
 Shapes: N ids, n rows, D the embedding's width.
 """
 
-from typing import Self, cast
+from typing import Self, Unpack, cast
 
 import numpy as np
 import torch
@@ -11,17 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_embcache._lookup.prefetch import IdBatch
-from torchrec_embcache.admission import Admission, NotAdmitted
-from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, CachePolicy, MissingRead, OnFull, TierBudgets
-from torchrec_embcache.eviction import Policy as EvictionPolicy
-from torchrec_embcache.initializers import Initializer
+from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.optimizers import OptimizerSpec
-from torchrec_embcache.table._evict_callback import OnEvict
-from torchrec_embcache.table._lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS
+from torchrec_embcache.table._settings import list_options
 from torchrec_embcache.table.cache_table import IdsLike, ValuesLike
 from torchrec_embcache.table.rows import ids_array
 
-from ._base import TableModule, check_torch_arguments, import_pretrained, optimizer_of, single_feature_splits, width_of
+from ._base import ModuleOptions, TableModule, single_feature_splits
 from ._fx import trace_as_call
 
 __all__ = ["EmbCacheEmbedding"]
@@ -43,24 +39,15 @@ class EmbCacheEmbedding(TableModule):
         initializer: the initializer of new rows. By default `Uniform(-1/sqrt(D), 1/sqrt(D))`.
         seed: the seed of the rows' initial values. The same seed, name and id give the same row everywhere.
         padding_idx: an id that reads zeros and is never trained; None: no padding id.
-        policy: the replacement policy of a full tier: "s3fifo", "lru" or "lfu".
-        on_full: behavior when the last tier is full: "error" raises `CapacityError` and loses no rows, "evict" drops rows.
-        missing: value that evaluation reads for an id without a row: its "initial" value or "zeros". None: the same as in training.
-        admission: the admission rule; one of `torchrec_embcache.admission`. None: every id is admitted.
-        not_admitted: value that training reads for an id that is not admitted: "zeros", its "initial" value, a number for every
-            column, or "oov": one row of the table (the OOV row), which the gradients of all such ids train. Requires `admission`.
-        score_half_life_steps: half-life in steps of a row's score, which is the decayed sum of its occurrences.
-        eviction: the rules that expire rows, and when they run; a `torchrec_embcache.eviction.Policy`. None: no rows expire.
-        on_evict: receiver of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", to queue them for
-            `drain_evicted`. None: no receiver.
         total_num_buckets: number of buckets into which ids are hashed, and which ranks share; from 1 to 2^20, and fixed for the
             table's lifetime.
         device: the device of results, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
         replicated: with several ranks in `torch.distributed` each rank trains a separate table, which causes a warning. True
             confirms that this is intended. To share one table, use a collection with its sharder.
 
-    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.Embedding`. The constructor
-    raises `UnsupportedError` for another dtype than float32, and for values of the others that would change an update.
+    The other arguments are those of `TableOptions`, and `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` of
+    `torch.nn.Embedding`. The constructor raises `UnsupportedError` for another dtype than float32, and for values of the others
+    that would change an update.
 
     Raises:
         ConfigError: a setting is out of range, is positional, or contradicts another.
@@ -90,57 +77,8 @@ class EmbCacheEmbedding(TableModule):
         >>> item.close()
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        embedding_dim: int,
-        tiers: TierBudgets,
-        optimizer: OptimizerSpec,
-        initializer: Initializer | None = None,
-        seed: int = 0,
-        padding_idx: int | None = None,
-        policy: CachePolicy = "s3fifo",
-        on_full: OnFull = "error",
-        missing: MissingRead | None = None,
-        admission: Admission | None = None,
-        not_admitted: NotAdmitted = "zeros",
-        score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
-        eviction: EvictionPolicy | None = None,
-        on_evict: OnEvict | None = None,
-        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        max_norm: None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        replicated: bool = False,
-    ) -> None:
-        check_torch_arguments(dtype=dtype, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-        del norm_type  # without effect unless max_norm is set
-        super().__init__(
-            name=name,
-            embedding_dim=embedding_dim,
-            tiers=tiers,
-            optimizer=optimizer,
-            initializer=initializer,
-            seed=seed,
-            padding_idx=padding_idx,
-            policy=policy,
-            on_full=on_full,
-            missing=missing,
-            admission=admission,
-            not_admitted=not_admitted,
-            score_half_life_steps=score_half_life_steps,
-            eviction=eviction,
-            on_evict=on_evict,
-            total_num_buckets=total_num_buckets,
-            device=device,
-            replicated=replicated,
-        )
-
     @classmethod
+    @list_options(TableModule.__init__)
     def from_pretrained(  # noqa: D417 - the class says the rest
         cls,
         ids: IdsLike,
@@ -150,25 +88,7 @@ class EmbCacheEmbedding(TableModule):
         tiers: TierBudgets,
         optimizer: OptimizerSpec | None = None,
         freeze: bool = True,
-        initializer: Initializer | None = None,
-        seed: int = 0,
-        padding_idx: int | None = None,
-        policy: CachePolicy = "s3fifo",
-        on_full: OnFull = "error",
-        missing: MissingRead | None = None,
-        admission: Admission | None = None,
-        not_admitted: NotAdmitted = "zeros",
-        score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
-        eviction: EvictionPolicy | None = None,
-        on_evict: OnEvict | None = None,
-        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        max_norm: None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        replicated: bool = False,
+        **options: Unpack[ModuleOptions],
     ) -> Self:
         """Creates a module with pretrained rows. Settings that are not listed below are those of the class.
 
@@ -188,33 +108,7 @@ class EmbCacheEmbedding(TableModule):
             tensor([[3., 4.]])
             >>> item.close()
         """
-        made = cls(
-            name=name,
-            embedding_dim=width_of(cls, weights),
-            tiers=tiers,
-            optimizer=optimizer_of(optimizer, freeze=freeze),
-            initializer=initializer,
-            seed=seed,
-            padding_idx=padding_idx,
-            policy=policy,
-            on_full=on_full,
-            missing=missing,
-            admission=admission,
-            not_admitted=not_admitted,
-            score_half_life_steps=score_half_life_steps,
-            eviction=eviction,
-            on_evict=on_evict,
-            total_num_buckets=total_num_buckets,
-            device=device,
-            dtype=dtype,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            replicated=replicated,
-        )
-        import_pretrained(made, ids, cast(ValuesLike, weights), freeze=freeze)
-        return made
+        return cls._from_pretrained(ids, weights, optimizer, freeze=freeze, name=name, tiers=tiers, **options)
 
     def forward(self, input: Tensor, clicks: Tensor | None = None) -> Tensor:
         """Returns the row of each id.

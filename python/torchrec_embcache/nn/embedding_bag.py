@@ -3,7 +3,7 @@
 Shapes: N ids, B bags, L ids per bag, n rows, D the embedding's width.
 """
 
-from typing import Literal, Self, cast
+from typing import Literal, Self, Unpack, cast
 
 import numpy as np
 import torch
@@ -12,25 +12,14 @@ from torch import Tensor
 
 from torchrec_embcache._lookup.offsets import bag_offsets
 from torchrec_embcache._lookup.prefetch import IdBatch
-from torchrec_embcache.admission import Admission, NotAdmitted
-from torchrec_embcache.config import (
-    DEFAULT_TOTAL_NUM_BUCKETS,
-    CachePolicy,
-    MissingRead,
-    OnFull,
-    TierBudgets,
-    check_choice,
-)
-from torchrec_embcache.eviction import Policy as EvictionPolicy
+from torchrec_embcache.config import TierBudgets, check_choice
 from torchrec_embcache.exceptions import InputError, UnsupportedError
-from torchrec_embcache.initializers import Initializer
 from torchrec_embcache.optimizers import OptimizerSpec
-from torchrec_embcache.table._evict_callback import OnEvict
-from torchrec_embcache.table._lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS
+from torchrec_embcache.table._settings import list_options
 from torchrec_embcache.table.cache_table import IdsLike, ValuesLike
 from torchrec_embcache.table.rows import check_float32, ids_array
 
-from ._base import TableModule, check_torch_arguments, import_pretrained, optimizer_of, single_feature_splits, width_of
+from ._base import ModuleOptions, TableModule, single_feature_splits
 from ._fx import trace_as_call
 
 __all__ = ["EmbCacheEmbeddingBag"]
@@ -48,35 +37,11 @@ class EmbCacheEmbeddingBag(TableModule):
     value and is not inserted.
 
     Args:
-        name: the table's name, which also names its SSD directory. 1 to 200 bytes of UTF-8.
-        embedding_dim: the width D of a row, from 1 to 65,536.
-        tiers: the budgets in bytes of the device, host and SSD tier.
-        optimizer: one of `torchrec_embcache.optimizers`. Its update runs in the backward.
         mode: "mean" (as in torch) or "sum". "max" raises `UnsupportedError`.
         include_last_offset: `offsets` also contains the end of the last bag: [B + 1] instead of [B].
-        initializer: the initializer of new rows. By default `Uniform(-1/sqrt(D), 1/sqrt(D))`.
-        seed: the seed of the rows' initial values. The same seed, name and id give the same row everywhere.
         padding_idx: an id that is excluded from its bags, and from a mean's divisor; None: no padding id.
-        policy: the replacement policy of a full tier: "s3fifo", "lru" or "lfu".
-        on_full: behavior when the last tier is full: "error" raises `CapacityError` and loses no rows, "evict" drops rows.
-        missing: value that evaluation reads for an id without a row: its "initial" value or "zeros". None: the same as in training.
-        admission: the admission rule; one of `torchrec_embcache.admission`. None: every id is admitted.
-        not_admitted: value that training reads for an id that is not admitted: "zeros", its "initial" value, a number for every
-            column, or "oov": one row of the table (the OOV row), which the gradients of all such ids train. Requires `admission`.
-        score_half_life_steps: half-life in steps of a row's score, which is the decayed sum of its occurrences.
-        eviction: the rules that expire rows, and when they run; a `torchrec_embcache.eviction.Policy`. None: no rows expire.
-        on_evict: receiver of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", to queue them for
-            `drain_evicted`. None: no receiver.
-        total_num_buckets: number of buckets into which ids are hashed, and which ranks share; from 1 to 2^20, and fixed for the
-            table's lifetime.
-        device: the device of results, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
-        replicated: with several ranks in `torch.distributed` each rank trains a separate table, which causes a warning. True
-            confirms that this is intended. To share one table, use a collection with its sharder.
 
-    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.EmbeddingBag`. The constructor
-    raises `UnsupportedError` for another dtype than float32, and for values of the others that would change an update.
-
-    Raises the errors of `EmbCacheEmbedding`.
+    The other arguments, and the errors, are those of `EmbCacheEmbedding`.
 
     Examples:
         >>> import torch
@@ -102,6 +67,7 @@ class EmbCacheEmbeddingBag(TableModule):
         >>> item.close()
     """
 
+    @list_options(TableModule.__init__)
     def __init__(
         self,
         *,
@@ -111,55 +77,17 @@ class EmbCacheEmbeddingBag(TableModule):
         optimizer: OptimizerSpec,
         mode: PoolingMode = "mean",
         include_last_offset: bool = False,
-        initializer: Initializer | None = None,
-        seed: int = 0,
-        padding_idx: int | None = None,
-        policy: CachePolicy = "s3fifo",
-        on_full: OnFull = "error",
-        missing: MissingRead | None = None,
-        admission: Admission | None = None,
-        not_admitted: NotAdmitted = "zeros",
-        score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
-        eviction: EvictionPolicy | None = None,
-        on_evict: OnEvict | None = None,
-        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        max_norm: None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        replicated: bool = False,
+        **options: Unpack[ModuleOptions],
     ) -> None:
         if mode == "max":
             raise UnsupportedError("mode='max': the fused backward sums; use mode='sum' or 'mean'")
         check_choice("mode", mode, Literal["sum", "mean"])
-        check_torch_arguments(dtype=dtype, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-        del norm_type  # without effect unless max_norm is set
-        super().__init__(
-            name=name,
-            embedding_dim=embedding_dim,
-            tiers=tiers,
-            optimizer=optimizer,
-            initializer=initializer,
-            seed=seed,
-            padding_idx=padding_idx,
-            policy=policy,
-            on_full=on_full,
-            missing=missing,
-            admission=admission,
-            not_admitted=not_admitted,
-            score_half_life_steps=score_half_life_steps,
-            eviction=eviction,
-            on_evict=on_evict,
-            total_num_buckets=total_num_buckets,
-            device=device,
-            replicated=replicated,
-        )
+        super().__init__(name=name, embedding_dim=embedding_dim, tiers=tiers, optimizer=optimizer, **options)
         self.mode: PoolingMode = mode
         self.include_last_offset = include_last_offset
 
     @classmethod
+    @list_options(TableModule.__init__)
     def from_pretrained(
         cls,
         ids: IdsLike,
@@ -171,25 +99,7 @@ class EmbCacheEmbeddingBag(TableModule):
         freeze: bool = True,
         mode: PoolingMode = "mean",
         include_last_offset: bool = False,
-        initializer: Initializer | None = None,
-        seed: int = 0,
-        padding_idx: int | None = None,
-        policy: CachePolicy = "s3fifo",
-        on_full: OnFull = "error",
-        missing: MissingRead | None = None,
-        admission: Admission | None = None,
-        not_admitted: NotAdmitted = "zeros",
-        score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
-        eviction: EvictionPolicy | None = None,
-        on_evict: OnEvict | None = None,
-        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        max_norm: None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        replicated: bool = False,
+        **options: Unpack[ModuleOptions],
     ) -> Self:
         """Creates a module with pretrained rows, `ids` [n] with `weights` [n, D]; see `EmbCacheEmbedding.from_pretrained`.
 
@@ -201,35 +111,8 @@ class EmbCacheEmbeddingBag(TableModule):
             >>> item(torch.tensor([[7, 9]]))  # the mean of both
             tensor([[2., 3.]])
         """
-        made = cls(
-            name=name,
-            embedding_dim=width_of(cls, weights),
-            tiers=tiers,
-            optimizer=optimizer_of(optimizer, freeze=freeze),
-            mode=mode,
-            include_last_offset=include_last_offset,
-            initializer=initializer,
-            seed=seed,
-            padding_idx=padding_idx,
-            policy=policy,
-            on_full=on_full,
-            missing=missing,
-            admission=admission,
-            not_admitted=not_admitted,
-            score_half_life_steps=score_half_life_steps,
-            eviction=eviction,
-            on_evict=on_evict,
-            total_num_buckets=total_num_buckets,
-            device=device,
-            dtype=dtype,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            replicated=replicated,
-        )
-        import_pretrained(made, ids, cast(ValuesLike, weights), freeze=freeze)
-        return made
+        settings = {"name": name, "tiers": tiers, "mode": mode, "include_last_offset": include_last_offset, **options}
+        return cls._from_pretrained(ids, weights, optimizer, freeze=freeze, **settings)
 
     def extra_repr(self) -> str:
         """Returns the text of `print(module)`: settings, rows, budgets, the optimizer's learning rate and the mode."""

@@ -1,17 +1,19 @@
-"""Validated settings of a table."""
+"""The options of a table, and its validated settings."""
 
-from __future__ import annotations
-
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypedDict, TypeVar
 
 import torch
 
 from torchrec_embcache import _native
+from torchrec_embcache.admission import Admission, NotAdmitted
 from torchrec_embcache.config import (
     MAX_NUM_BUCKETS,
     CachePolicy,
+    MissingRead,
     OnFull,
     TierBudgets,
     bucket_range,
@@ -19,26 +21,96 @@ from torchrec_embcache.config import (
     check_int,
     check_name,
 )
+from torchrec_embcache.eviction import Policy as EvictionPolicy
 from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.initializers import Initializer
 from torchrec_embcache.optimizers import BY_KIND, OptimizerKind, OptimizerSpec
 
 from ._evict_callback import OnEvict, check_on_evict
-from ._lifecycle import LifecycleConfig
+from ._lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, LifecycleConfig
 
 __all__ = [
     "ModuleShare",
     "RowBytes",
     "SharedBudget",
+    "TableOptionFields",
+    "TableOptions",
     "TableSettings",
     "check_device_memory",
     "check_optimizer",
     "device_rows",
+    "list_options",
     "row_bytes",
 ]
 
 RowBytes = _native.RowBytes
 SharedBudget = _native.SharedBudget
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class TableOptions(TypedDict, total=False):
+    """The options of a table: keyword arguments of modules and tables, and fields of TorchRec's configs.
+
+    Args:
+        policy: the replacement policy of a full tier: "s3fifo" (the default), "lru" or "lfu".
+        on_full: behavior when the last tier is full: "error" (the default) raises `CapacityError` and loses no rows, "evict" drops
+            rows.
+        missing: value that evaluation reads for an id without a row: its "initial" value or "zeros". None: the same as in training,
+            which is the initial value if every id is admitted, and else `not_admitted`.
+        admission: the admission rule; one of `torchrec_embcache.admission`. None: every id is admitted.
+        not_admitted: value that training reads for an id that is not admitted: "zeros" (the default), its "initial" value, a number
+            for every column, or "oov": one row of the table (the OOV row), which the gradients of all such ids train. The id counts
+            in the length of a mean. Unless the value is "oov", its gradient is discarded. Requires `admission`.
+        score_half_life_steps: half-life in steps of a row's score, which is the decayed sum of its occurrences; 1,024 by default.
+        eviction: the rules that expire rows, and when they run; a `torchrec_embcache.eviction.Policy`. None: no rows expire.
+        on_evict: receiver of evicted rows: a callable, which a thread calls with `EvictedRows`; "keep", to queue them for
+            `drain_evicted()`; or None.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TableOptions, TierBudgets, admission, optimizers
+        >>> options: TableOptions = {"policy": "lru", "admission": admission.Count(3)}  # the same for several tables
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd, **options)
+        >>> item.table.policy
+        'lru'
+    """
+
+    policy: CachePolicy
+    on_full: OnFull
+    missing: MissingRead | None
+    admission: Admission | None
+    not_admitted: NotAdmitted
+    score_half_life_steps: int
+    eviction: EvictionPolicy | None
+    on_evict: OnEvict | None
+
+
+@dataclass(kw_only=True)
+class TableOptionFields:
+    """The values of `TableOptions`, with the defaults."""
+
+    policy: CachePolicy = "s3fifo"
+    on_full: OnFull = "error"
+    missing: MissingRead | None = None
+    admission: Admission | None = None
+    not_admitted: NotAdmitted = "zeros"
+    score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
+    eviction: EvictionPolicy | None = None
+    on_evict: OnEvict | None = None
+
+
+def list_options(taken_by: Callable[..., object]) -> Callable[[F], F]:
+    """Decorates a function with `**options` that go to `taken_by`: its signature lists their names and defaults, as for `help`."""
+
+    def listed(function: F) -> F:
+        own = inspect.signature(function)
+        parameters = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        options = inspect.signature(taken_by).parameters.values()
+        parameters += [each for each in options if each.default is not each.empty and each.name not in own.parameters]
+        function.__dict__["__signature__"] = own.replace(parameters=parameters)
+        return function
+
+    return listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +152,7 @@ class TableSettings:
     @classmethod
     def checked(
         cls,
+        options: TableOptionFields,
         *,
         name: str,
         dim: int,
@@ -87,10 +160,6 @@ class TableSettings:
         initializer: Initializer,
         seed: int,
         module: str | None,
-        policy: CachePolicy,
-        on_full: OnFull,
-        lifecycle: LifecycleConfig,
-        on_evict: OnEvict | None,
         total_num_buckets: int,
         buckets: tuple[int, int] | None,
         rank: int,
@@ -99,6 +168,13 @@ class TableSettings:
         key: int | None,
     ) -> Self:
         """Validates the settings of `CacheTable`. Raises `ConfigError` for a value that is out of range or of another type."""
+        lifecycle = LifecycleConfig.checked(
+            admission=options.admission,
+            not_admitted=options.not_admitted,
+            score_half_life_steps=options.score_half_life_steps,
+            eviction=options.eviction,
+            missing=options.missing,
+        )
         name = check_name("name", name)
         module = check_name("module", module if module is not None else name)
         dim = check_int("embedding_dim", dim, 1, 65_536)
@@ -113,8 +189,8 @@ class TableSettings:
             raise ConfigError(f"tiers={tiers!r} is not TierBudgets: give TierBudgets(host_bytes=...)")
         if not isinstance(initializer, Initializer):
             raise ConfigError(f"initializer={initializer!r} is not known: use one of torchrec_embcache.initializers")
-        check_choice("policy", policy, CachePolicy)
-        check_choice("on_full", on_full, OnFull)
+        check_choice("policy", options.policy, CachePolicy)
+        check_choice("on_full", options.on_full, OnFull)
         try:
             device = torch.device(device)
         except (RuntimeError, TypeError) as cause:
@@ -126,10 +202,10 @@ class TableSettings:
             tiers=tiers,
             initializer=initializer,
             seed=seed,
-            policy=policy,
-            on_full=on_full,
+            policy=options.policy,
+            on_full=options.on_full,
             lifecycle=lifecycle,
-            on_evict=check_on_evict("", on_evict),
+            on_evict=check_on_evict("", options.on_evict),
             total_num_buckets=total_num_buckets,
             buckets=(begin, end),
             is_sharded=world_size > 1 and (buckets is None or (begin, end) != (0, total_num_buckets)),

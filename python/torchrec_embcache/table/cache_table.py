@@ -3,17 +3,14 @@
 The package's modules use further operations of a table, which are in `_shard`; `shard_of` returns that object.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchrec_embcache.admission import Admission, NotAdmitted
-from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, CachePolicy, MissingRead, OnFull, TierBudgets
+from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, CachePolicy, OnFull, TierBudgets
 from torchrec_embcache.eviction import Policy as EvictionPolicy
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.initializers import Initializer
@@ -21,9 +18,7 @@ from torchrec_embcache.optimizers import OptimizerSpec
 from torchrec_embcache.stats import TableStats
 
 from ._copy import copy_in_memory, describe_table
-from ._evict_callback import OnEvict
-from ._lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, LifecycleConfig
-from ._settings import TableSettings
+from ._settings import TableOptionFields, TableOptions, TableSettings, list_options
 from ._shard import TableShard
 from ._sweep import set_time_single_rank, sweep_single_rank
 from .miss_ratio_curve import MeasuredTable
@@ -37,6 +32,7 @@ __all__ = [
     "RowChunk",
     "RowExport",
     "RowMetadata",
+    "TableOptions",
     "ValuesLike",
     "ids_array",
     "shard_of",
@@ -64,22 +60,14 @@ class CacheTable(MeasuredTable):
             trained until one is set.
         seed: the seed of the initial values.
         module: the module that the table belongs to, which also names the SSD directory; by default `name`.
-        policy: the replacement policy of a full tier: "s3fifo", "lru" or "lfu".
-        on_full: behavior when the last tier is full: "error" raises `CapacityError` and loses no rows, "evict" drops rows.
-        admission: the admission rule; one of `torchrec_embcache.admission`. None: every id is admitted.
-        not_admitted: value that training reads for an id that is not admitted: "zeros", its "initial" value, a number for every
-            column, or "oov": one row of the table (the OOV row), which the gradients of all such ids train. Requires `admission`.
-        missing: value that evaluation reads for an id without a row: its "initial" value or "zeros". None: the same as in training.
-        score_half_life_steps: half-life in steps of a row's score, which is the decayed sum of its occurrences.
-        eviction: the rules that expire rows, and when they run; a `torchrec_embcache.eviction.Policy`. None: no rows expire.
-        on_evict: receiver of evicted rows: a callable, which a thread calls with `EvictedRows`; "keep", to queue them for
-            `drain_evicted()`; or None.
         total_num_buckets: number of buckets into which ids are hashed, from 1 to 2^20.
         buckets: the buckets [begin, end) of this shard; by default those of `rank`.
         rank: the rank of this shard, from 0.
         world_size: number of ranks that share the table.
         device: the device of the device tier, such as "cpu" or "cuda:0".
         key: the second input of the initial values, besides `seed`; by default it is derived from `name`.
+
+    The other arguments are those of `TableOptions`.
 
     Raises:
         ConfigError: a setting is out of range or contradicts another.
@@ -113,6 +101,7 @@ class CacheTable(MeasuredTable):
         >>> table.close()
     """
 
+    @list_options(TableOptionFields)
     def __init__(
         self,
         *,
@@ -123,38 +112,22 @@ class CacheTable(MeasuredTable):
         optimizer: OptimizerSpec | None,
         seed: int = 0,
         module: str | None = None,
-        policy: CachePolicy = "s3fifo",
-        on_full: OnFull = "error",
-        admission: Admission | None = None,
-        not_admitted: NotAdmitted = "zeros",
-        missing: MissingRead | None = None,
-        score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
-        eviction: EvictionPolicy | None = None,
-        on_evict: OnEvict | None = None,
         total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
         buckets: tuple[int, int] | None = None,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str = "cpu",
         key: int | None = None,
+        **options: Unpack[TableOptions],
     ) -> None:
         settings = TableSettings.checked(
+            TableOptionFields(**options),
             name=name,
             dim=dim,
             tiers=tiers,
             initializer=initializer,
             seed=seed,
             module=module,
-            policy=policy,
-            on_full=on_full,
-            lifecycle=LifecycleConfig.checked(
-                admission=admission,
-                not_admitted=not_admitted,
-                score_half_life_steps=score_half_life_steps,
-                eviction=eviction,
-                missing=missing,
-            ),
-            on_evict=on_evict,
             total_num_buckets=total_num_buckets,
             buckets=buckets,
             rank=rank,

@@ -34,6 +34,7 @@ PUBLIC_WITHOUT_TORCHREC = {
     "RowChunk",
     "RowMetadata",
     "SsdStats",
+    "TableOptions",
     "TableStats",
     "TierBudgets",
     "TierStats",
