@@ -58,7 +58,7 @@ class KernelTable(Protocol):
     """The attributes of a table that a backend uses."""
 
     @property
-    def native(self) -> Table:
+    def _native_table(self) -> Table:
         """The native table."""
 
     @property
@@ -66,11 +66,11 @@ class KernelTable(Protocol):
         """D."""
 
     @property
-    def spec(self) -> OptimizerSpec:
+    def _spec(self) -> OptimizerSpec:
         """The optimizer, which defines the update formula."""
 
     @property
-    def tier(self) -> DeviceTier | None:
+    def _tier(self) -> DeviceTier | None:
         """The device tier's tensors; None if kernels run directly on the host tier's rows."""
 
 
@@ -103,10 +103,10 @@ class KernelBackend(ABC):
         self.device = device
         self.columns = sum(tables[table].dim for table in feature_tables)
         # The tables that have an OOV row.
-        self.oov_tables = [number for number, table in enumerate(tables) if table.native.has_oov_row]
+        self.oov_tables = [number for number, table in enumerate(tables) if table._native_table.has_oov_row]
 
     def _tier(self, table: int) -> DeviceTier:
-        tier = self.tables[table].tier
+        tier = self.tables[table]._tier
         assert tier is not None, "make_backend refuses tables without a device tier"
         return tier
 
@@ -155,7 +155,7 @@ class CoreBackend(KernelBackend):
         The tensors are read under exclusive access, so that no other thread can replace them by larger ones; an update of replaced
         tensors would be lost.
         """
-        tiers = [table.tier for table in self.tables]
+        tiers = [table._tier for table in self.tables]
         if any(tiers):
             plan.run_exclusively(lambda: kernel([tier.arrays() if tier is not None else None for tier in tiers]))
         else:
@@ -378,10 +378,10 @@ class TorchBackend(KernelBackend):
                 slots, grad = slots[trained], grad[torch.from_numpy(trained).to(self.device)]
             index = self._tensor(slots)
             writes.enter_context(tier.writing(slots))
-            step = owner.native.step() + 1
+            step = owner._native_table.step() + 1
             changes += [
                 (part, index, values)
-                for part, values in updated_rows(owner.spec, tier, index, grad, hyperparameters[table], step)
+                for part, values in updated_rows(owner._spec, tier, index, grad, hyperparameters[table], step)
             ]
         plan.begin_update()
         for part, index, values in changes:

@@ -83,7 +83,7 @@ def make_backend(
         if device.type != "cpu":
             raise ConfigError(f"the kernels 'core' run on the CPU and the device is {device}: use 'triton' or 'torch'")
         return CoreBackend(tables, feature_tables, device)
-    if any(table.tier is None for table in tables):
+    if any(table._tier is None for table in tables):
         raise ConfigError(f"the kernels {name!r} need a device tier: set TierBudgets.device_bytes")
     if name == "torch":
         return TorchBackend(tables, feature_tables, device)

@@ -133,7 +133,7 @@ class TritonBackend(KernelBackend):
         self._aligned = 4 if all(dim % 4 == 0 for dim in dims) else 1
         # One launch per feature width.
         self._members = {dim: [f for f, other in enumerate(dims) if other == dim] for dim in dict.fromkeys(dims)}
-        kinds = [(table.spec.kind, table.dim) for table in tables]
+        kinds = [(table._spec.kind, table.dim) for table in tables]
         self._groups = [
             _TableGroup(*kind, tuple(number for number, other in enumerate(kinds) if other == kind))
             for kind in dict.fromkeys(kinds)
@@ -340,7 +340,7 @@ class TritonBackend(KernelBackend):
         for table in group.tables:
             tiers.append(launch.tier_addresses(self._tier(table)))
             given = Hyperparameters(*hyperparameters[table].tolist())
-            numbers.append(launch.update_numbers(group.kind, given, self.tables[table].native.step() + 1))
+            numbers.append(launch.update_numbers(group.kind, given, self.tables[table]._native_table.step() + 1))
         addresses, values = launch.send(self.device, [np.array(tiers, np.int64), np.array(numbers, np.float32)])
         return addresses, values
 

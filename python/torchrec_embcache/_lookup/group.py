@@ -31,9 +31,9 @@ from torchrec_embcache._kernels.select import make_backend
 from torchrec_embcache._ssd import autoflush
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError, UnsupportedError
 from torchrec_embcache.optimizers import gradient_limits, native_hyperparameters
-from torchrec_embcache.table._shard import TableShard
 from torchrec_embcache.table._sweep import sweep_in_backward, tables_swept_after_steps
 from torchrec_embcache.table._warnings import TableWarnings
+from torchrec_embcache.table.cache_table import CacheTable
 from torchrec_embcache.table.rows import contiguous
 
 from .offsets import check_offsets
@@ -56,7 +56,7 @@ class LookupGroup:
 
     def __init__(
         self,
-        tables: Sequence[TableShard],
+        tables: Sequence[CacheTable],
         feature_tables: Sequence[int],
         param_groups: ParamGroups,
         *,
@@ -72,26 +72,26 @@ class LookupGroup:
         self.feature_tables = list(feature_tables)
         self.param_groups = param_groups
         # One plan covers all tables, which have the same `missing` setting.
-        self.missing = self.tables[0].settings.lifecycle.missing
+        self.missing = self.tables[0]._settings.lifecycle.missing
         self.device = self.tables[0].device
         self._kernels = kernels
         self.after_backward = after_backward
         # Number of integers in the gradient sums of all OOV rows.
         self._oov_sums_size = sum(
-            oov_sums_size(table.dim) for table in self.tables if table.settings.lifecycle.has_oov_row
+            oov_sums_size(table.dim) for table in self.tables if table._settings.lifecycle.has_oov_row
         )
         self._all_reduce = all_reduce if self._oov_sums_size else None
         # A table with an SSD tier. If the process exits during a training step, its step number shows the progress of that step.
         self.ssd_table = next((table for table in self.tables if table.tiers.ssd), None)
         # Tables with an eviction callback.
-        self._evict_notifiers = [table.evict_notifier for table in self.tables if table.evict_notifier.has_callback]
+        self._evict_notifiers = [table._evict_notifier for table in self.tables if table._evict_notifier.has_callback]
         self._native_lookup: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
         self.prefetch_queue = PrefetchQueue()  # its batches have the options of `plan_options`
         self._warnings = TableWarnings(self.tables)
         self._swept_tables = tables_swept_after_steps(self.tables, by_ranks=False)
 
     def _open(self) -> tuple[_native.Lookup, KernelBackend]:
-        natives = [table.native for table in self.tables]
+        natives = [table._native_table for table in self.tables]
         if self._native_lookup is None or any(
             old is not new for old, new in zip(self._native_lookup[0], natives, strict=True)
         ):
@@ -123,7 +123,7 @@ class LookupGroup:
         """
         lookup, _ = self._open()
         options = self.plan_options(train)
-        if all(table.on_full == "error" and table.device_rows is None for table in self.tables):
+        if all(table.on_full == "error" and table._device_rows is None for table in self.tables):
             self.prefetch_queue.prefetch_in_background(lookup, ids, options, on_error)
             return
         try:
@@ -137,8 +137,8 @@ class LookupGroup:
         Does nothing if admission is decided at placement. After an error, with which `on_error` is called, the forward moves the
         rows.
         """
-        on_device = any(table.device_rows is not None for table in self.tables)
-        if on_device and not any(table.settings.is_admission_at_placement for table in self.tables):
+        on_device = any(table._device_rows is not None for table in self.tables)
+        if on_device and not any(table._settings.is_admission_at_placement for table in self.tables):
             self.prefetch_queue.place(ids, self._place_rows, on_error)
 
     def drop_prefetched(self) -> None:
@@ -272,7 +272,7 @@ class LookupGroup:
     @profiled("embcache::rows")
     def _place_rows(self, plan: _native.Plan) -> None:
         """Puts the rows of a plan into their slots. On an error each row stays in its tier."""
-        tiers = [table.tier for table in self.tables]
+        tiers = [table._tier for table in self.tables]
         if not any(tiers):
             plan.wait()
         elif not plan.is_placed():

@@ -43,7 +43,7 @@ class TrackedTable(FlushableTable, SsdTableInfo, Protocol):
     """The attributes of a table that this module uses."""
 
     @property
-    def is_multi_rank(self) -> bool:
+    def _is_multi_rank(self) -> bool:
         """True if it was opened in a process that is one of several ranks."""
 
     @property
@@ -51,18 +51,18 @@ class TrackedTable(FlushableTable, SsdTableInfo, Protocol):
         """True if its tiers were opened."""
 
     @property
-    def is_closed(self) -> bool:
+    def _is_closed(self) -> bool:
         """True if it was closed and cannot be used again."""
 
     @property
-    def unusable(self) -> str | None:
+    def _unusable(self) -> str | None:
         """The reason why the table is poisoned, such as a failed load; None if it is usable."""
 
     def close(self) -> None:
         """Flushes and closes the table."""
 
     @property
-    def has_unflushed_rows(self) -> bool:
+    def _has_unflushed_rows(self) -> bool:
         """True if it is open in this process and has rows that changed since the last state that can be resumed."""
 
 
@@ -91,7 +91,7 @@ def open_tables() -> list[TrackedTable]:
     """Returns the tables with an SSD tier that are open in this process."""
     # A closed table stays in the set while it is referenced.
     tables = list(_open_tables) if _hooked_pid == os.getpid() else []
-    return [table for table in tables if table.is_open and not table.is_closed]
+    return [table for table in tables if table.is_open and not table._is_closed]
 
 
 def close_all() -> None:
@@ -187,7 +187,7 @@ def flush_dropped_table(table: TrackedTable) -> None:
     if sys.is_finalizing() or _hooked_pid != os.getpid():
         return
     try:
-        if not table.has_unflushed_rows:
+        if not table._has_unflushed_rows:
             return
         if _is_multi_rank(table):
             _warn_multi_rank([table])
@@ -205,7 +205,7 @@ def flush_at_exit() -> None:
     if _hooked_pid != os.getpid():
         return
     try:
-        tables = sorted((table for table in open_tables() if table.has_unflushed_rows), key=lambda table: table.name)
+        tables = sorted((table for table in open_tables() if table._has_unflushed_rows), key=lambda table: table.name)
     except StateError as error:
         warnings.warn(
             f"nothing is flushed at the end of the process, and a resume finds the last flush of every table: {error}",
@@ -241,7 +241,7 @@ def flush_at_exit() -> None:
 
 
 def _is_multi_rank(table: TrackedTable) -> bool:
-    return table.is_multi_rank or world_size() > 1
+    return table._is_multi_rank or world_size() > 1
 
 
 def _warn_multi_rank(tables: Sequence[TrackedTable]) -> None:
@@ -317,7 +317,7 @@ class FlushSchedule:
             for table in open_tables()
             if table.tiers.flush_every is not None and (table.world_size > 1) == self.collective
             # The state after a failed load is not a state to resume.
-            if table.unusable is None
+            if table._unusable is None
         ]
         flush_tables(sorted(tables, key=lambda table: table.name), single_rank=not self.collective)
 

@@ -23,11 +23,17 @@ _SHARD = re.compile(r"(\d{1,7})-of-(\d{1,7})")
 class SsdTableInfo(Protocol):
     """The attributes of an open table that this module reads."""
 
-    name: str
-    tiers: TierBudgets
-    rank: int
-    world_size: int
-    is_sharded: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def tiers(self) -> TierBudgets: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def _is_sharded(self) -> bool: ...
+
     """True if other ranks own the remaining buckets of the table."""
 
     def __len__(self) -> int: ...
@@ -40,7 +46,7 @@ class SsdTableInfo(Protocol):
         """The directory of its files; None without an SSD tier."""
 
     @property
-    def ssd_bytes_held(self) -> int:
+    def _ssd_bytes_held(self) -> int:
         """Size of its files in bytes."""
 
 
@@ -56,7 +62,7 @@ def check_opened_table(table: SsdTableInfo, tables: Sequence[SsdTableInfo], *, r
     _log_opened(table, resumed=resumed is not None)
     if table.directory is None:
         return False
-    whole = resumed is not None and (not table.is_sharded or commit.is_multi_table(resumed))
+    whole = resumed is not None and (not table._is_sharded or commit.is_multi_table(resumed))
     remove = table.tiers.reopen == "discard" or (table.tiers.reopen == "auto" and whole)
     left = _check_other_shards(table, table.directory, remove=remove)
     _warn_of_space(str(table.tiers.ssd_dir), tables)
@@ -69,7 +75,7 @@ def remove_superseded(table: SsdTableInfo, *, by_all_ranks: bool) -> bool:
     Returns True if only this shard was flushed and other ranks own the rest of the table: call this function again after the next
     flush.
     """
-    if table.directory is None or (table.is_sharded and not by_all_ranks):
+    if table.directory is None or (table._is_sharded and not by_all_ranks):
         return True
     _check_other_shards(table, table.directory, remove=True, log=False)
     return False
@@ -103,7 +109,7 @@ def _warn_of_space(ssd_dir: str, tables: Sequence[SsdTableInfo]) -> None:
     for table in tables:
         try:
             if os.stat(str(table.tiers.ssd_dir)).st_dev == device:
-                bytes_held = table.ssd_bytes_held
+                bytes_held = table._ssd_bytes_held
                 budgets, held = budgets + table.tiers.ssd, held + bytes_held
         except (OSError, EmbCacheError):
             pass  # closed, unusable or without its directory; using the table raises the error
@@ -140,7 +146,7 @@ def _check_other_shards(table: SsdTableInfo, directory: str, *, remove: bool, lo
     process has open are kept, and also directories that contain other files than a table's.
     """
     parent, own = os.path.split(directory)
-    only_rank = not table.is_sharded
+    only_rank = not table._is_sharded
     kept: list[str] = []
     later: list[str] = []
     for name in sorted(_shard_names(parent)):

@@ -23,8 +23,10 @@ T = TypeVar("T")
 class FlushableTable(Protocol):
     """The operations of a table with an SSD tier that this module uses."""
 
-    name: str
-    tiers: TierBudgets
+    @property
+    def name(self) -> str: ...
+    @property
+    def tiers(self) -> TierBudgets: ...
 
     def open(self) -> None:
         """Opens the table. Idempotent."""
@@ -32,19 +34,19 @@ class FlushableTable(Protocol):
     def __len__(self) -> int: ...
 
     @property
-    def flush_lock(self) -> AbstractContextManager[Any]:
+    def _flush_lock(self) -> AbstractContextManager[Any]:
         """Lock held from the choice of a flush's commit id until its state is committed."""
 
     def commit_ids(self) -> list[int]:
         """Returns the commit ids of the states in its directory, oldest first."""
 
-    def known_commit_ids(self) -> list[int]:
+    def _known_commit_ids(self) -> list[int]:
         """Returns these commit ids and those of its former states. A new commit id is larger than all of them."""
 
-    def flush_with_commit_id(self, commit_id: int | None) -> int:
+    def _flush_with_commit_id(self, commit_id: int | None) -> int:
         """Commits a state under `commit_id`. Returns its row version."""
 
-    def mark_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
+    def _mark_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
         """Records that a resume finds the rows of this version; `by_all_ranks`: the rows of every rank."""
 
 
@@ -58,7 +60,7 @@ def flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool = False)
     with ExitStack() as held:
         # In the same order in every thread, to prevent a deadlock.
         for table in sorted(tables, key=id):
-            held.enter_context(table.flush_lock)
+            held.enter_context(table._flush_lock)
         _flush_tables(tables, single_rank=single_rank)
 
 
@@ -78,7 +80,7 @@ def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> Non
         for table in tables:
             table.open()
             published.extend(table.commit_ids())
-            known.extend(table.known_commit_ids())
+            known.extend(table._known_commit_ids())
         known.extend(commit.commit_ids_of_roots(commit_roots()))
 
     agree(read_known_ids)
@@ -103,11 +105,11 @@ def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> Non
         # Collective, because a warning may be turned into an error.
         agree(lambda: _warn_of_coordinators(sorted(root.path for root, _ in coordinators)) if me == 0 else None)
     versions: list[int] = []
-    for_each(lambda table: versions.append(table.flush_with_commit_id(commit_id)), tables)
+    for_each(lambda table: versions.append(table._flush_with_commit_id(commit_id)), tables)
     for_each(lambda mark: mark.prepare(commit_id), marks)
     for_each(lambda mark: mark.commit_as_coordinator(commit_id), marks)
     for table, version in zip(tables, versions, strict=True):
-        table.mark_flushed(version, by_all_ranks=not single_rank)
+        table._mark_flushed(version, by_all_ranks=not single_rank)
     for_each(lambda mark: mark.commit_as_participant(commit_id), marks)
     mine = agree(lambda: [commit_id for table in tables for commit_id in table.commit_ids()])
     kept = {commit_id for commit_ids in gather(mine) for commit_id in commit_ids}

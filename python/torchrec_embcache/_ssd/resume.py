@@ -17,8 +17,10 @@ __all__ = ["ResumeState", "find_resume_state", "warn_of_lost_state"]
 class ResumableTable(Protocol):
     """The attributes of a table that this module uses."""
 
-    name: str
-    tiers: TierBudgets
+    @property
+    def name(self) -> str: ...
+    @property
+    def tiers(self) -> TierBudgets: ...
 
     @property
     def directory(self) -> str | None:

@@ -10,7 +10,7 @@ from torchrec_embcache._dist.ranks import GroupRanks, Ranks
 from torchrec_embcache._paths import CheckpointDirectory
 from torchrec_embcache.model._names import display_name
 from torchrec_embcache.model._shards import numeric_hyperparameters
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 from ._plan import SavePlan
 from ._progress import ProgressOption, ProgressTracker
@@ -32,7 +32,7 @@ class TableSnapshots:
         directory: CheckpointDirectory,
         name: str,
         ranks: Ranks,
-        tables: Sequence[tuple[TableShard, _native.AsyncSaveTable]],
+        tables: Sequence[tuple[CacheTable, _native.AsyncSaveTable]],
         next_epoch: int,
         max_bytes_per_second: int | None = None,
         *,
@@ -61,7 +61,7 @@ class TableSnapshots:
             self._drop_history()
             raise
 
-    def write(self, on_progress: Callable[[TableShard, int | None], object] = lambda _table, _rows: None) -> RankPart:
+    def write(self, on_progress: Callable[[CacheTable, int | None], object] = lambda _table, _rows: None) -> RankPart:
         """Writes and syncs the rows. Calls `on_progress` for each table before it is written (None) and after, with its rows."""
         rows = tombstones = 0
         try:
@@ -83,7 +83,9 @@ class TableSnapshots:
     def committed(self, published: _native.CheckpointId) -> None:
         """Records that the checkpoint is the latest on all ranks: a delta can be based on it."""
         for table in self._tables:
-            table.native.finish_background_save(self.next_epoch, _native.BaseCheckpoint(published, self.next_epoch))
+            table._native_table.finish_background_save(
+                self.next_epoch, _native.BaseCheckpoint(published, self.next_epoch)
+            )
 
     def discarded(self) -> None:
         """Records that the checkpoint is not published, and releases the snapshots."""
@@ -93,7 +95,7 @@ class TableSnapshots:
     def _drop_history(self) -> None:
         """Stops recording removed rows for a delta based on the checkpoint."""
         for table in self._tables:
-            table.native.finish_background_save(self.next_epoch)
+            table._native_table.finish_background_save(self.next_epoch)
 
 
 class AsyncSaveSession:
@@ -127,7 +129,7 @@ class AsyncSaveSession:
                 table,
                 _native.AsyncSaveTable(
                     module_path,
-                    table.native,
+                    table._native_table,
                     numeric_hyperparameters(owner.hyperparameters(table.name)),
                     plan.table_base(module_path, table),
                 ),
@@ -160,7 +162,7 @@ class AsyncSaveSession:
         names = {table: display_name((module_path, table.name)) for module_path, _, table in self._plan.shards}
         with self._tracker as tracker:
 
-            def on_progress(table: TableShard, rows: int | None) -> None:
+            def on_progress(table: CacheTable, rows: int | None) -> None:
                 if rows is None:
                     tracker.table(names[table])
                 else:

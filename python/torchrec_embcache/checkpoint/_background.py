@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchrec_embcache import _native
 from torchrec_embcache._dist.collective import RankGroup, is_distributed
 from torchrec_embcache._saves_in_flight import SaveInFlight, wait_for_saves
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = ["AsyncSaveRunner", "save_group", "wait_for_saves"]
 
@@ -35,7 +35,7 @@ class AsyncSaveRunner:
     and the save counts as finished.
     """
 
-    def __init__(self, tables: Iterable[TableShard], path: str, cancel: Callable[[], object]) -> None:
+    def __init__(self, tables: Iterable[CacheTable], path: str, cancel: Callable[[], object]) -> None:
         self._save = SaveInFlight(tables, path)
         self._cancel = cancel
 

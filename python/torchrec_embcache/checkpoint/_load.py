@@ -23,7 +23,7 @@ from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, Mismatc
 from torchrec_embcache.model._names import TablePath, check_names, check_rows, display_name, load_sources
 from torchrec_embcache.model._shards import ModuleShard
 from torchrec_embcache.optimizers import check_saved_optimizer
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 from ._intact import find_intact
 from ._progress import ProgressTracker
@@ -61,24 +61,26 @@ class LoadingTables:
     ranks replace their rows together, and an error that all ranks raise leaves the tables of all ranks unusable.
     """
 
-    def __init__(self, tables: Iterable[TableShard], reason: str, *, by_all_ranks: bool = False) -> None:
+    def __init__(self, tables: Iterable[CacheTable], reason: str, *, by_all_ranks: bool = False) -> None:
         # The reason contains a path, which may not be valid UTF-8.
         self._reason = reason.encode(errors="backslashreplace").decode()
         self._by_all_ranks = by_all_ranks and is_distributed()
-        self._before = [(table, table.unusable, table.native, table.native.version()) for table in tables]
+        self._before = [
+            (table, table._unusable, table._native_table, table._native_table.version()) for table in tables
+        ]
 
     @property
     def has_changes(self) -> bool:
         """True if the contents of any of the tables have changed."""
         return any(
-            table.native_or_none is not native or native.is_closed() or native.version() != version
+            table._native_or_none is not native or native.is_closed() or native.version() != version
             for table, _, native, version in self._before
         )
 
     def __enter__(self) -> Self:
         try:
             for table, *_ in self._before:
-                table.set_unusable(self._reason)
+                table._set_unusable(self._reason)
             return self  # inside the try, or an interrupt here would reach neither the except clause nor __exit__
         except BaseException:
             self._restore()
@@ -89,13 +91,13 @@ class LoadingTables:
     ) -> None:
         if kind is None:
             for table, *_ in self._before:
-                table.set_unusable(None)
+                table._set_unusable(None)
         elif not (self.has_changes or (self._by_all_ranks and isinstance(error, Exception))):
             self._restore()
 
     def _restore(self) -> None:
         for table, unusable, *_ in self._before:
-            table.set_unusable(unusable)
+            table._set_unusable(unusable)
 
 
 def open_newest(
@@ -275,21 +277,26 @@ class LoadSession:
                 "leave model out, or give the one that was saved"
             )
 
-    def _check_table(self, module_path: str, table: TableShard, source: TablePath) -> int:
+    def _check_table(self, module_path: str, table: CacheTable, source: TablePath) -> int:
         saved = self._saved[source]
-        buckets = table.buckets_of(saved.total_num_buckets)
+        buckets = table._buckets_of(saved.total_num_buckets)
         if self._slots:
             check_saved_optimizer(f"{table.name!r} of module {module_path!r}", table.optimizer, saved.optimizer)
             self._check_hyperparameters(f"the checkpoint's table {display_name(source)}", table, saved)
         # A rank that is coordinated by another program cannot open the tables of all ranks from segments at the same time.
         return self.reader.check_table(
-            module_path, table.native, *buckets, saved=saved, segments=self._ranks.has_all_ranks, slots=self._slots
+            module_path,
+            table._native_table,
+            *buckets,
+            saved=saved,
+            segments=self._ranks.has_all_ranks,
+            slots=self._slots,
         )
 
     @staticmethod
-    def _check_hyperparameters(owner: str, table: TableShard, saved: _native.SavedTable) -> None:
+    def _check_hyperparameters(owner: str, table: CacheTable, saved: _native.SavedTable) -> None:
         """Raises `ConfigError` if training could not use the hyperparameters that the load restores."""
-        group = table.spec.param_group() | restored_hyperparameters(saved.hyperparameters)
+        group = table._spec.param_group() | restored_hyperparameters(saved.hyperparameters)
         check_hyperparameters(owner, group)
         check_max_gradient(owner, group)
 
@@ -316,11 +323,11 @@ class LoadSession:
             for module_path, owner, table in wanted:
                 pair = module_path, table.name
                 saved = self._saved[sources[pair]]
-                table.loaded_step = saved.step
+                table._loaded_step = saved.step
                 if self._slots and (group := owner.param_group(table.name)) is not None:
                     restore_hyperparameters(group, saved.hyperparameters)
                 if self._is_delta_base(sources[pair], pair) and not dropped[pair]:
-                    table.native.record_base(_native.BaseCheckpoint(reader.id, reader.next_epoch))
+                    table._native_table.record_base(_native.BaseCheckpoint(reader.id, reader.next_epoch))
         # Not only at the end of the block: an interrupt between its last line and `__exit__` does not run `__exit__`.
         self.close()
         return self._report(rows, dropped)
@@ -339,8 +346,8 @@ class LoadSession:
     ) -> dict[TablePath, _LoadCounts]:
         loaded: dict[TablePath, _LoadCounts] = {}
         for *_, table in shards:
-            if table.settings.share is not None:
-                table.native.clear()  # rows of another table may need the part of the shared budget that this table uses
+            if table._settings.share is not None:
+                table._native_table.clear()  # rows of another table may need the part of the shared budget that this table uses
         with tracker() as told:
             for shard in shards:
                 pair = shard[0], shard[2].name
@@ -352,13 +359,13 @@ class LoadSession:
         """Replaces the contents of one table. `advance` is called with the number of rows after they are in the table."""
         module_path, owner, table = shard
         segments = self.reader.segments(module_path, table.name)
-        table.adopt(saved.total_num_buckets, saved.key, segments)
+        table._adopt(saved.total_num_buckets, saved.key, segments)
         # Also if nothing changed in this call: an interrupted load may have changed it without reaching this line.
         owner.refresh_buckets()
         if segments is None:
             dropped_before = table.stats().dropped_rows
-            rows = self.reader.load_table(module_path, table.native, advance)
-            table.native.set_epoch(self.reader.next_epoch)
+            rows = self.reader.load_table(module_path, table._native_table, advance)
+            table._native_table.set_epoch(self.reader.next_epoch)
             return _LoadCounts(rows, table.stats().dropped_rows - dropped_before)
         rows = table.stats().rows
         advance(rows)

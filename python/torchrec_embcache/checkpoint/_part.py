@@ -19,12 +19,14 @@ __all__ = ["PartSession", "next_epoch_of"]
 
 def next_epoch_of(shards: Iterable[ModuleShard]) -> int:
     """Returns the epoch that follows the epochs of all tables of this rank."""
-    return max((table.native.epoch() for _, _, table in shards), default=0) + 1
+    return max((table._native_table.epoch() for _, _, table in shards), default=0) + 1
 
 
 def _table_to_save(shard: ModuleShard) -> _native.AsyncSaveTable:
     module_path, owner, table = shard
-    return _native.AsyncSaveTable(module_path, table.native, numeric_hyperparameters(owner.hyperparameters(table.name)))
+    return _native.AsyncSaveTable(
+        module_path, table._native_table, numeric_hyperparameters(owner.hyperparameters(table.name))
+    )
 
 
 class PartSession(AbandonOnError[_native.CheckpointPart]):
@@ -49,10 +51,10 @@ class PartSession(AbandonOnError[_native.CheckpointPart]):
         shards = list(shards)
         for module_path, owner, table in shards:
             self._part.write_table(
-                module_path, table.native, numeric_hyperparameters(owner.hyperparameters(table.name))
+                module_path, table._native_table, numeric_hyperparameters(owner.hyperparameters(table.name))
             )
         for _, _, table in shards:
-            table.native.set_epoch(next_epoch)
+            table._native_table.set_epoch(next_epoch)
 
     def snapshot_tables(self, shards: Iterable[ModuleShard], next_epoch: int) -> None:
         """Takes a snapshot of the rows for `write_snapshot`. Rows that are trained afterwards have the epoch `next_epoch`."""

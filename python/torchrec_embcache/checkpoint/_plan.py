@@ -14,7 +14,7 @@ from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import ConfigError, CorruptionError
 from torchrec_embcache.model._names import TablePath, display_name
 from torchrec_embcache.model._shards import ModuleShard, numeric_hyperparameters
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 from ._progress import ProgressTracker
 from .reports import SaveReport
@@ -74,7 +74,7 @@ class SavePlan:
         """Number of rows that this rank writes; None if it is only known after writing."""
         return sum(len(table) for _, _, table in self.shards) if self.base is None else None
 
-    def table_base(self, module_path: str, table: TableShard) -> _native.BaseCheckpoint | None:
+    def table_base(self, module_path: str, table: CacheTable) -> _native.BaseCheckpoint | None:
         """Returns the base of a delta of the table, as recorded by the table."""
         return None if self.base is None else self.base.bases[module_path, table.name]
 
@@ -94,7 +94,7 @@ def plan_save(
     full_every: FullEvery = "auto",
 ) -> SavePlan:
     """Plans a save; logs the reason if a save that was to be a delta is full. Collective."""
-    epoch = max(gather_results(lambda: max((table.native.epoch() for _, _, table in shards), default=0))) + 1
+    epoch = max(gather_results(lambda: max((table._native_table.epoch() for _, _, table in shards), default=0))) + 1
     base, reason = None, None
     if incremental:
         found, reason = all_gather(
@@ -185,8 +185,8 @@ def _find_base(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool
     if (differs := _counts_differ(shards, newest, counters=counters)) is not None:
         return None, differs
 
-    def table_base(table: TableShard) -> _native.BaseCheckpoint | None:
-        known = table.native.base_checkpoints()
+    def table_base(table: CacheTable) -> _native.BaseCheckpoint | None:
+        known = table._native_table.base_checkpoints()
         return next((one for one in known if one.id in (newest.id, newest.merged)), None)
 
     ancestors: dict[TablePath, _native.BaseCheckpoint | None] = {}
@@ -217,7 +217,8 @@ def _sweeps_differ(shards: list[ModuleShard], base: SaveBase) -> str | None:
 
     def sweeps() -> dict[TablePath, list[str]]:
         return {
-            (path, table.name): table.native.sweeps_since(base.bases[path, table.name]) for path, _, table in shards
+            (path, table.name): table._native_table.sweeps_since(base.bases[path, table.name])
+            for path, _, table in shards
         }
 
     first: dict[TablePath, tuple[int, list[str]]] = {}
@@ -242,7 +243,8 @@ def _rows_differ(shards: list[ModuleShard], base: SaveBase, saved: dict[TablePat
 
     def counts() -> dict[TablePath, _native.ChangeCounts]:
         return {
-            (path, table.name): table.native.count_changes(base.bases[path, table.name]) for path, _, table in shards
+            (path, table.name): table._native_table.count_changes(base.bases[path, table.name])
+            for path, _, table in shards
         }
 
     everyone = gather_results(counts)
@@ -271,7 +273,7 @@ def _counts_differ(shards: list[ModuleShard], newest: _NewestInfo, *, counters: 
     A load combines the counts of a chain; a delta has only those of ids that occurred since its parent. With a parent without
     counts some would therefore be missing, and a delta without counts would leave the outdated ones of its parent.
     """
-    pairs = [(path, table.name) for path, _, table in shards if table.settings.lifecycle.counts_ids]
+    pairs = [(path, table.name) for path, _, table in shards if table._settings.lifecycle.counts_ids]
     differ = sorted(pair for pair in pairs if newest.tables[pair] != counters)
     everywhere = [pair for found in all_gather(differ) for pair in found]
     if not everywhere:
@@ -308,11 +310,11 @@ def write_tables(
         numbers = numeric_hyperparameters(owner.hyperparameters(table.name))
         tracker.table(display_name((module_path, table.name)))
         if linked:
-            written = writer.link_table(module_path, table.native, numbers)
+            written = writer.link_table(module_path, table._native_table, numbers)
         elif (ancestor := plan.table_base(module_path, table)) is not None:
-            written = writer.write_changes(module_path, table.native, numbers, ancestor)
+            written = writer.write_changes(module_path, table._native_table, numbers, ancestor)
         else:
-            written = writer.write_table(module_path, table.native, numbers)
+            written = writer.write_table(module_path, table._native_table, numbers)
         tracker.advance(written.rows)
         totals.add(written)
     return totals

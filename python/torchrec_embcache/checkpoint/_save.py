@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torchrec_embcache import _native
 from torchrec_embcache._dist.ranks import Ranks
 from torchrec_embcache._paths import CheckpointDirectory
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 from ._begun import AbandonOnError
 
@@ -92,7 +92,7 @@ class SaveSession(AbandonOnError[_native.CheckpointSave]):
         self.parts = [RankPart(begun.adopt(rank, len(parts), list(of_rank))) for rank, of_rank in enumerate(parts)]
         begun.write_dense_metadata(dense_metadata)
 
-    def publish(self, next_epoch: int, tables: Iterable[TableShard] = ()) -> _native.CheckpointId:
+    def publish(self, next_epoch: int, tables: Iterable[CacheTable] = ()) -> _native.CheckpointId:
         """Publishes the checkpoint as the latest. Returns its id. Collective.
 
         After it is published on all ranks, rows of `tables` that are trained have the epoch `next_epoch`, and deltas can be based
@@ -101,9 +101,9 @@ class SaveSession(AbandonOnError[_native.CheckpointSave]):
         found, self.parent_id = self.ranks.gather(self._publish_with(next_epoch))[0]
         assert found is not None, "the coordinator publishes"
         for table in tables:
-            table.native.set_epoch(next_epoch)
+            table._native_table.set_epoch(next_epoch)
             if not self._linked:
-                table.native.record_base(_native.BaseCheckpoint(found, next_epoch))
+                table._native_table.record_base(_native.BaseCheckpoint(found, next_epoch))
         return found
 
     def _publish_with(self, next_epoch: int) -> Callable[[], tuple[_native.CheckpointId | None, str | None]]:

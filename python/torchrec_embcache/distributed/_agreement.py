@@ -16,9 +16,8 @@ from torchrec_embcache._dist.collective import all_gather, all_reduce_sum, gathe
 from torchrec_embcache.exceptions import ConfigError, MismatchError, StateError
 from torchrec_embcache.modules._tables import ModuleTables
 from torchrec_embcache.table._lifecycle import LifecycleConfig
-from torchrec_embcache.table._shard import TableShard
 from torchrec_embcache.table._sweep import sweep_after_step, tables_swept_after_steps
-from torchrec_embcache.table.cache_table import CacheTable, shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = ["RankAgreementMixin", "check_same_settings"]
 
@@ -43,11 +42,11 @@ class RankAgreementMixin:
         """Sums the integers of all ranks in place, so that the order does not matter. `values` is on the CPU. Collective."""
         all_reduce_sum(values, self._env.process_group)
 
-    def _after_backward(self, tables: Sequence[TableShard]) -> Callable[[Exception | None], None]:
+    def _after_backward(self, tables: Sequence[CacheTable]) -> Callable[[Exception | None], None]:
         """Returns the function that the backward of a lookup over this rank's `tables` calls at its end."""
         return lambda error: self._end_backward(error, tables)
 
-    def _end_backward(self, error: Exception | None, tables: Sequence[TableShard]) -> None:
+    def _end_backward(self, error: Exception | None, tables: Sequence[CacheTable]) -> None:
         """Raises any rank's error on all ranks, else sweeps those of `tables` whose sweep is due and needs all ranks.
 
         An error is raised at the end of the entire backward: DDP's reducer would reject every later step if its backward were
@@ -135,12 +134,12 @@ def _advance_failed_steps(tables: Mapping[str, CacheTable], group: dist.ProcessG
         # A poisoned table does not return its step. The other ranks wait for this rank nevertheless.
         with suppress(StateError):
             if table.is_open:
-                mine[name] = table.step(), shard_of(table).native.oov_row()
+                mine[name] = table.step(), table._native_table.oov_row()
     for theirs in all_gather(mine, group):
         for name, (step, oov_row) in theirs.items():
             if name in mine and step > mine[name][0]:
                 mine[name] = step, oov_row
-                native = shard_of(tables[name]).native
+                native = tables[name]._native_table
                 native.set_step(step)
                 if oov_row is not None:
                     native.set_oov_row(oov_row)

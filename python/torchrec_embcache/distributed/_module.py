@@ -28,7 +28,7 @@ from torchrec_embcache.modules._tables import (
 )
 from torchrec_embcache.modules.configs import lifecycle_of
 from torchrec_embcache.table._import_rows import import_on_all_ranks
-from torchrec_embcache.table.cache_table import CacheTable, IdsLike, RowMetadata, ValuesLike, shard_of
+from torchrec_embcache.table.cache_table import CacheTable, IdsLike, RowMetadata, ValuesLike
 from torchrec_embcache.table.rows import check_not_recording
 
 from ._agreement import RankAgreementMixin, check_same_settings
@@ -236,7 +236,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
             configs,
             spreads_bags=spreads_bags,
             pooled=pooled,
-            after_backward=self._after_backward([shard_of(self._module_tables[table.name]) for table in tables]),
+            after_backward=self._after_backward([self._module_tables[table.name] for table in tables]),
             all_reduce=self._all_reduce if spreads_bags and self._env.world_size > 1 else None,
         )
 

@@ -11,8 +11,7 @@ from torchrec_embcache._dist.collective import agree_on_arguments, gather_result
 from torchrec_embcache._ssd.flush import flush_tables
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.table._row_summary import StateDictWatch, check_missing_rows, summarize_tables
-from torchrec_embcache.table._shard import TableShard
-from torchrec_embcache.table.cache_table import CacheTable, shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = ["CacheModule", "cache_modules", "flush", "path_in_model", "suppress_state_dict_warnings"]
 
@@ -65,7 +64,7 @@ class CacheModule:
     def hyperparameters(self, table: str) -> dict[str, Any]:
         """Returns the current hyperparameters of a table's optimizer, such as `lr`."""
         group = self.param_group(table)
-        return shard_of(self.tables[table]).spec.param_group() if group is None else dict(group)
+        return self.tables[table]._spec.param_group() if group is None else dict(group)
 
     @property
     def table_names(self) -> Iterable[str]:
@@ -82,9 +81,8 @@ class CacheModule:
 
     def get_extra_state(self) -> Tensor:
         """Returns the summary of the tables' rows and steps for `state_dict()`; see `_row_summary`."""
-        tables = {name: shard_of(table) for name, table in self.tables.items()}
-        note = summarize_tables(tables, self.table_names)
-        self._state_dict_watch().watch(note, tables)
+        note = summarize_tables(self.tables, self.table_names)
+        self._state_dict_watch().watch(note, self.tables)
         return note
 
     def set_extra_state(self, state: object) -> None:
@@ -94,8 +92,7 @@ class CacheModule:
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *lists: Any
     ) -> None:
         key = f"{prefix}_extra_state"
-        tables = {name: shard_of(table) for name, table in self.tables.items()}
-        check_missing_rows(state_dict.get(key), tables, key, missing_keys, strict=strict)
+        check_missing_rows(state_dict.get(key), self.tables, key, missing_keys, strict=strict)
         own_missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, own_missing, *lists)  # type: ignore[misc]
         # A state dict without the summary, such as another library's, contains no information about rows.
@@ -198,17 +195,17 @@ def flush(model: nn.Module, *, also: Callable[[int], object] | None = None) -> N
         >>> os.path.exists("dense-1.pt")
         True
     """
-    tables: list[TableShard] = []
+    tables: list[CacheTable] = []
 
     def check() -> dict[str, object]:
         modules = cache_modules(model)
         if not modules:
             raise InputError(f"{type(model).__name__} has no cache module: nothing to flush")
-        tables.extend(shard_of(table) for module in modules.values() for table in module.tables.values())
+        tables.extend(table for module in modules.values() for table in module.tables.values())
         return {"also": "left out" if also is None else "given"}
 
     agree_on_arguments("flush", check)
     if also is not None:
-        step = max(gather_results(lambda: max((table.native.step() for table in tables), default=0)))
+        step = max(gather_results(lambda: max((table._native_table.step() for table in tables), default=0)))
         run_on_all_ranks(lambda: also(step))
     flush_tables([table for table in tables if table.directory is not None])

@@ -14,8 +14,7 @@ from torchrec_embcache._dist.ranks import AllRanks, Ranks
 from torchrec_embcache.eviction import Policy
 from torchrec_embcache.eviction._inputs import SweepInputs, gather_single_rank
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
-from torchrec_embcache.table._shard import TableShard
-from torchrec_embcache.table._sweep import needs_collective_sweep, sweep_prepared
+from torchrec_embcache.table.cache_table import CacheTable, sweep_prepared
 
 from . import cache_modules
 from ._names import display_name
@@ -55,7 +54,7 @@ def evict(model: nn.Module) -> None:
         >>> [chunk.ids.tolist() for chunk in model.export()]
         [[8]]
     """
-    tables: dict[str, TableShard] = {}
+    tables: dict[str, CacheTable] = {}
 
     def check() -> dict[str, object]:
         if not cache_modules(model):
@@ -68,7 +67,7 @@ def evict(model: nn.Module) -> None:
 
 
 def sweep_before_save(
-    tables: Mapping[str, TableShard], ranks: Ranks, before_sweep: Callable[[], object] | None = None
+    tables: Mapping[str, CacheTable], ranks: Ranks, before_sweep: Callable[[], object] | None = None
 ) -> None:
     """Sweeps the `tables` whose policies run at saves, before a save selects the rows to write. Collective.
 
@@ -84,7 +83,7 @@ def sweep_before_save(
     _sweep(tables, ranks, at_save=True, before_sweep=before_sweep)
 
 
-def tables_by_name(shards: Sequence[ModuleShard]) -> dict[str, TableShard]:
+def tables_by_name(shards: Sequence[ModuleShard]) -> dict[str, CacheTable]:
     """Returns the tables by display name."""
     return {display_name((module_path, table.name)): table for module_path, _, table in shards}
 
@@ -101,7 +100,7 @@ class _TableSweepState:
 
 
 def _sweep(
-    tables: Mapping[str, TableShard], ranks: Ranks, *, at_save: bool, before_sweep: Callable[[], object] | None = None
+    tables: Mapping[str, CacheTable], ranks: Ranks, *, at_save: bool, before_sweep: Callable[[], object] | None = None
 ) -> None:
     mine: dict[str, _TableSweepState] = {}
 
@@ -130,15 +129,17 @@ def _sweep(
     for name, said in by_table.items():
         shared = next((one for one in said.values() if one.is_shared and one.is_due), None)
         if name not in left_out and shared is not None and shared.policy is not None and shared.policy.is_collective:
-            own = tables[name].native if name in mine and mine[name].is_shared else None
+            own = tables[name]._native_table if name in mine and mine[name].is_shared else None
             rules[name] = shared.policy.resolve(SweepInputs(shared.step, own, ranks.gather))
 
     def prepare() -> None:
         for name in due:
             policy = mine[name].policy
             if not mine[name].is_shared and policy is not None and policy.is_collective:
-                rules[name] = policy.resolve(SweepInputs(mine[name].step, tables[name].native, gather_single_rank))
-            tables[name].native.prepare_sweep(rules.get(name))
+                rules[name] = policy.resolve(
+                    SweepInputs(mine[name].step, tables[name]._native_table, gather_single_rank)
+                )
+            tables[name]._native_table.prepare_sweep(rules.get(name))
 
     def sweep() -> None:
         sweep_prepared([tables[name] for name in due], [rules.get(name) for name in due])
@@ -147,17 +148,17 @@ def _sweep(
     ranks.gather(sweep)
 
 
-def _is_collective(table: TableShard, *, at_save: bool) -> bool:
+def _is_collective(table: CacheTable, *, at_save: bool) -> bool:
     """True if this rank needs the other ranks to sweep the table. Depends only on settings, so all ranks agree."""
-    life = table.settings.lifecycle
-    return needs_collective_sweep(table) and (not at_save or (life.is_swept_at_saves and table.optimizer is not None))
+    life = table._settings.lifecycle
+    return table._needs_collective_sweep and (not at_save or (life.is_swept_at_saves and table.optimizer is not None))
 
 
-def _sweep_ranks(tables: Mapping[str, TableShard]) -> AllRanks:
+def _sweep_ranks(tables: Mapping[str, CacheTable]) -> AllRanks:
     """Returns all ranks, for a save that another program coordinates. Raises `StateError` if there is only one process."""
     ranks = AllRanks()
     if ranks.world_size == 1:
-        name = next(name for name, table in tables.items() if needs_collective_sweep(table))
+        name = next(name for name, table in tables.items() if table._needs_collective_sweep)
         raise StateError(
             f"table {name} is shared by {tables[name].world_size} ranks, which have to agree on what its eviction takes, and this "
             "process knows no other: initialise torch.distributed on all of them, and save on all of them together"
@@ -165,9 +166,9 @@ def _sweep_ranks(tables: Mapping[str, TableShard]) -> AllRanks:
     return ranks
 
 
-def _sweep_state(table: TableShard, *, at_save: bool) -> _TableSweepState:
+def _sweep_state(table: CacheTable, *, at_save: bool) -> _TableSweepState:
     """Returns this rank's state of a table."""
-    life, is_shared = table.settings.lifecycle, table.world_size > 1
+    life, is_shared = table._settings.lifecycle, table.world_size > 1
     wanted = life.is_swept_at_saves and table.optimizer is not None if at_save else life.eviction is not None
     if not wanted:
         return _TableSweepState(life.eviction, is_shared, is_due=False, step=0, is_read_only=False)
@@ -175,10 +176,12 @@ def _sweep_state(table: TableShard, *, at_save: bool) -> _TableSweepState:
     due = step > 0 or not at_save
     if not at_save:
         # Checked before any table is swept.
-        table.native.check_writable()
-    if at_save and life.eviction is not None and life.eviction.has_fraction_rule and step == table.loaded_step:
+        table._native_table.check_writable()
+    if at_save and life.eviction is not None and life.eviction.has_fraction_rule and step == table._loaded_step:
         due = False
-    return _TableSweepState(life.eviction, is_shared, is_due=due, step=step, is_read_only=table.native.is_read_only())
+    return _TableSweepState(
+        life.eviction, is_shared, is_due=due, step=step, is_read_only=table._native_table.is_read_only()
+    )
 
 
 def _check_states_match(name: str, states: Mapping[int, _TableSweepState]) -> None:

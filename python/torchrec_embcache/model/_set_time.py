@@ -6,8 +6,7 @@ from torch import nn
 
 from torchrec_embcache._dist.ranks import AllRanks
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.table._shard import TableShard
-from torchrec_embcache.table._sweep import to_milliseconds
+from torchrec_embcache.table.cache_table import CacheTable, to_milliseconds
 
 from . import cache_modules
 from ._shards import shards_of
@@ -48,19 +47,19 @@ def set_time(model: nn.Module, seconds: float) -> None:
     """
     ranks = AllRanks()
 
-    def tables() -> list[TableShard]:
+    def tables() -> list[CacheTable]:
         if not cache_modules(model):
             raise InputError(f"{type(model).__name__} has no cache module: nothing has a time")
-        return [table for _, _, table in shards_of(model) if table.settings.lifecycle.needs_clock]
+        return [table for _, _, table in shards_of(model) if table._settings.lifecycle.needs_clock]
 
     greatest = max(ranks.gather(lambda: to_milliseconds("set_time", seconds)))
-    timed: list[TableShard] = []
+    timed: list[CacheTable] = []
 
     def check() -> None:
         timed.extend(tables())
         for table in timed:
-            table.native.check_time(greatest)
+            table._native_table.check_time(greatest)
 
     ranks.gather(check)
     for table in timed:
-        table.native.set_time(greatest)
+        table._native_table.set_time(greatest)

@@ -12,8 +12,7 @@ from torchrec_embcache._dist.collective import all_gather, run_on_all_ranks
 from torchrec_embcache._paths import CheckedPath, check_path
 from torchrec_embcache._saves_in_flight import wait_for_saves
 from torchrec_embcache.exceptions import InputError, PathError
-from torchrec_embcache.table._shard import TableShard
-from torchrec_embcache.table.cache_table import shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 from . import CacheModule, cache_modules, suppress_state_dict_warnings
 
@@ -28,7 +27,7 @@ __all__ = [
 ]
 
 # A table on this rank: its module's path in the model, the module, the table.
-ModuleShard = tuple[str, CacheModule, TableShard]
+ModuleShard = tuple[str, CacheModule, CacheTable]
 
 
 def shards_of(module: nn.Module) -> list[ModuleShard]:
@@ -46,11 +45,7 @@ def shards_unopened(module: nn.Module) -> list[ModuleShard]:
     modules = cache_modules(module)
     if not modules:
         raise InputError(f"{type(module).__name__} has no cache module: nothing to save or load")
-    found = [
-        (module_path, owner, shard_of(table))
-        for module_path, owner in modules.items()
-        for table in owner.tables.values()
-    ]
+    found = [(module_path, owner, table) for module_path, owner in modules.items() for table in owner.tables.values()]
     found.sort(key=lambda shard: (shard[0], shard[2].name))
     return found
 

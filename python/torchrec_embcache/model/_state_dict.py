@@ -7,7 +7,6 @@ from torch import nn
 
 from torchrec_embcache._dist.collective import gather_results
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 from . import cache_modules
 
@@ -55,7 +54,7 @@ class TableState:
     def _row_counts(self) -> dict[str, list[int]]:
         def local_counts() -> dict[str, list[int]]:
             return {
-                f"{path}/{name}": [len(table), table.step() or shard_of(table).loaded_step]
+                f"{path}/{name}": [len(table), table.step() or table._loaded_step]
                 for path, module in cache_modules(self._model).items()
                 for name, table in module.tables.items()
                 if table.is_open

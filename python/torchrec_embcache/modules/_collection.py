@@ -19,7 +19,7 @@ from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.model import CacheModule
 from torchrec_embcache.optimizers import OptimizerSpec, check_one_optimizer
-from torchrec_embcache.table.cache_table import CacheTable, shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 from ._features import check_features, reorder_features
 from ._from_torchrec import find_trained_state, import_torchrec
@@ -231,10 +231,10 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
 
     def planner_rows(self, name: str) -> int:
         """Returns the planner's row count of a table: the rows that fit its budgets in RAM, at most `num_embeddings`."""
-        table = shard_of(self._tables[name])
+        table = self._tables[name]
         config = next(config for config in self._configs if config.name == name)
         budget = table.tiers.host + table.tiers.device
-        rows: int = min(config.num_embeddings, budget // (4 * table.spec.record_floats(table.dim)))
+        rows: int = min(config.num_embeddings, budget // (4 * table._spec.record_floats(table.dim)))
         return max(rows, 1)
 
     def flush(self) -> None:
@@ -266,7 +266,7 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
         try:
             self.sync_optimizers()
             for name, table in self._tables.items():
-                import_torchrec(shard_of(table), sources[name].detach(), trained[name])
+                import_torchrec(table, sources[name].detach(), trained[name])
                 self.weights()[name].requires_grad_(sources[name].requires_grad)
             self.train(holder.training)
         except BaseException as error:

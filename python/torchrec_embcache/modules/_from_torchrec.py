@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrec.optim.fused import EmptyFusedOptimizer
 
 from torchrec_embcache.exceptions import ConfigError, InputError, UnsupportedError
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = ["TrainedState", "find_trained_state", "import_torchrec"]
 
@@ -104,11 +104,11 @@ def _hyperparameters(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]
     return numbers
 
 
-def import_torchrec(table: TableShard, weight: Tensor, trained_state: TrainedState | None) -> None:
+def import_torchrec(table: CacheTable, weight: Tensor, trained_state: TrainedState | None) -> None:
     """Imports rows 0 to N - 1 of a table from TorchRec's `weight` [N, D] in chunks, with the slots in `trained_state`."""
     if weight.dtype != torch.float32:
         raise UnsupportedError(f"table {table.name!r} has {weight.dtype} weights: rows are float32, convert it first")
-    spec = table.spec
+    spec = table._spec
     slots: dict[str, Tensor] = {}
     if trained_state is not None:
         for number, name in enumerate(spec.slot_names):
@@ -121,4 +121,4 @@ def import_torchrec(table: TableShard, weight: Tensor, trained_state: TrainedSta
         parts = {name: values[some] for name, values in slots.items()} if slots else None
         table.import_rows(torch.arange(first, first + len(rows), dtype=torch.int64, device="cpu"), rows, parts)
     if trained_state is not None:
-        table.native.set_step(trained_state.step())
+        table._native_table.set_step(trained_state.step())

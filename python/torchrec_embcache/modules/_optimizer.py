@@ -10,7 +10,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import UnsupportedError
 from torchrec_embcache.optimizers import OptimizerSpec, common_hyperparameters, grad_scaler_error
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = ["TableOptimizer"]
 
@@ -35,7 +35,7 @@ class TableOptimizer(FusedOptimizer):
         prefix: str,
         params: Mapping[str, nn.Parameter],
         specs: Mapping[str, OptimizerSpec],
-        tables: Sequence[TableShard],
+        tables: Sequence[CacheTable],
     ) -> None:
         """`params` has the zero-row parameter [0, D] of each table of `specs`. The keys are `<prefix><table>.weight`.
 
@@ -65,8 +65,8 @@ class TableOptimizer(FusedOptimizer):
         check_int("step", step, 0, (1 << 63) - 1)
         for table in self._tables:
             table.open()
-            if table.native.step() != step:
-                table.native.set_step(step)
+            if table._native_table.step() != step:
+                table._native_table.set_step(step)
 
     def step(self, closure: Any = None) -> None:
         """Does nothing, because the backward updates. Raises `UnsupportedError` for a closure: it would run the backward again."""

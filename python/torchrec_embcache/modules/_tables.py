@@ -13,11 +13,9 @@ from torchrec_embcache._ssd.autoflush import FlushSchedule
 from torchrec_embcache.config import TierBudgets, bucket_range
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
-from torchrec_embcache.table._copy import describe_table, inherited_step
 from torchrec_embcache.table._row_summary import mark_as_placeholder
 from torchrec_embcache.table._settings import ModuleShare, SharedBudget, row_bytes
-from torchrec_embcache.table._shard import TableShard
-from torchrec_embcache.table.cache_table import CacheTable, RowChunk, RowMetadata, shard_of
+from torchrec_embcache.table.cache_table import CacheTable, RowChunk, RowMetadata, describe_table, inherited_step
 
 from ._optimizer import TableOptimizer
 from ._optimizer_choice import no_optimizer_error
@@ -244,8 +242,8 @@ class ModuleTables(Mapping[str, CacheTable]):
             if config.name in shards
         }
         for name, (_, share) in budgets.items():
-            shard = shard_of(self._tables[name])
-            shard.settings = replace(shard.settings, share=share)
+            shard = self._tables[name]
+            shard._settings = replace(shard._settings, share=share)
 
     def __getitem__(self, name: str) -> CacheTable:
         return self._tables[name]
@@ -256,9 +254,9 @@ class ModuleTables(Mapping[str, CacheTable]):
     def __len__(self) -> int:
         return len(self._tables)
 
-    def shard(self, name: str) -> TableShard | None:
+    def shard(self, name: str) -> CacheTable | None:
         """Returns this rank's shard of a table, for internal use; None if the rank has none."""
-        return shard_of(self._tables[name]) if name in self._tables else None
+        return self._tables.get(name)
 
     @property
     def untrainable(self) -> list[str]:
@@ -271,23 +269,23 @@ class ModuleTables(Mapping[str, CacheTable]):
         On an error, such as `CapacityError` if the rows with these slots do not fit the budgets, the table is unchanged. If its
         rows cannot be restored either, as after a second Ctrl-C, the table is poisoned.
         """
-        table = shard_of(self._tables[name])
-        if not table.is_open or table.spec.kind == spec.kind or len(table) == 0:
+        table = self._tables[name]
+        if not table.is_open or table._spec.kind == spec.kind or len(table) == 0:
             table.optimizer = spec
             return
         # Nothing is trained without an optimizer, so these rows were imported. They fit in memory.
         chunks = list(table.export())
-        optimizer, before, step, epoch = table.optimizer, table.spec, table.step(), table.native.epoch()
+        optimizer, before, step, epoch = table.optimizer, table._spec, table.step(), table._native_table.epoch()
         try:
             _replace_rows(table, spec, chunks, weights_only=True)
         except BaseException:
             try:
                 _replace_rows(table, before, chunks, weights_only=False)
-                table.native.set_step(step)
-                table.native.set_epoch(epoch)
+                table._native_table.set_step(step)
+                table._native_table.set_epoch(epoch)
                 table.optimizer = optimizer
             except BaseException:
-                table.set_unusable(
+                table._set_unusable(
                     "its optimizer could not be set, nor its rows put back: load them, or import them into a new module"
                 )
                 raise
@@ -305,10 +303,10 @@ class ModuleTables(Mapping[str, CacheTable]):
         """
         try:
             for name, table in source.items():
-                target = shard_of(self._tables[name]) if name in self._tables else None
+                target = self._tables.get(name)
                 # Tables that move without a copy keep their shared budget.
                 if target is not None and target.world_size == 1:
-                    target.settings = replace(target.settings, share=shard_of(table).settings.share)
+                    target._settings = replace(target._settings, share=table._settings.share)
                 if table.is_open:
                     self._import_table(name, table)
         except BaseException as error:
@@ -319,28 +317,28 @@ class ModuleTables(Mapping[str, CacheTable]):
         if name not in self._tables:
             table.close()
             return
-        target = shard_of(self._tables[name])
+        target = self._tables[name]
         if target.world_size == 1:  # the same buckets and files, so that the table itself moves
             self._tables[name] = table
             if target.optimizer is not None:
                 self.set_optimizer(name, target.optimizer)
             return
-        same_slots = shard_of(table).spec.kind == target.spec.kind
+        same_slots = table._spec.kind == target._spec.kind
         for chunk in table.export():
-            mine = torch.from_numpy(target.owns(chunk.ids.numpy()))
+            mine = torch.from_numpy(target._owns(chunk.ids.numpy()))
             slots = {slot: values[mine] for slot, values in chunk.slots.items()} if same_slots else None
             columns = {field.name: getattr(chunk.metadata, field.name)[mine] for field in fields(RowMetadata)}
             target.import_rows(chunk.ids[mine], chunk.weights[mine], slots, RowMetadata(**columns))
-        target.native.adopt_lifecycle(shard_of(table).native)
+        target._native_table.adopt_lifecycle(table._native_table)
         if same_slots:
-            target.native.set_step(table.step())
-            target.loaded_step = inherited_step(shard_of(table))
+            target._native_table.set_step(table.step())
+            target._loaded_step = inherited_step(table)
         table.close()
 
     def optimizer(self, prefix: str, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> TableOptimizer:
         """Returns the optimizer of those of the tables `names` that have one, with the keys `<prefix><table>.weight`."""
         specs = {name: spec for name in names if (spec := self._tables[name].optimizer) is not None}
-        return TableOptimizer(prefix, params, specs, [shard_of(self._tables[name]) for name in specs])
+        return TableOptimizer(prefix, params, specs, [self._tables[name] for name in specs])
 
     def group(
         self,
@@ -362,7 +360,7 @@ class ModuleTables(Mapping[str, CacheTable]):
             return [optimizer.groups[name] for name in names]
 
         features = [index for index, config in enumerate(configs) for _ in config.feature_names]
-        tables = [shard_of(self._tables[name]) for name in names]
+        tables = [self._tables[name] for name in names]
         return LookupGroup(tables, features, param_groups, after_backward=after_backward, all_reduce=all_reduce)
 
     def flush_schedule(self, *, collective: bool) -> FlushSchedule:
@@ -384,7 +382,7 @@ class ModuleTables(Mapping[str, CacheTable]):
         tables = [*complete_tables, *(table for table in self._tables.values() if id(table) not in keep)]
         # Before any is closed: if Ctrl-C interrupts the closing, tables left open are not flushed at process exit.
         for table in tables[len(complete_tables) :]:
-            shard_of(table).set_unflushable()
+            table._set_unflushable()
         _close_after(error, [table.close for table in tables])
 
 
@@ -405,9 +403,9 @@ def _close_after(error: BaseException, closes: Iterable[Callable[[], None]]) -> 
         error.add_note(f"closing the tables failed too: {failure}")
 
 
-def _replace_rows(table: TableShard, spec: OptimizerSpec, chunks: Iterable[RowChunk], *, weights_only: bool) -> None:
+def _replace_rows(table: CacheTable, spec: OptimizerSpec, chunks: Iterable[RowChunk], *, weights_only: bool) -> None:
     """Replaces the rows of a table by those of `chunks`, with the slots of the optimizer `spec`."""
-    table.native.clear_rows()
+    table._native_table.clear_rows()
     table.optimizer = spec
     for chunk in chunks:
         rest = () if weights_only else (chunk.slots, chunk.metadata)
@@ -424,6 +422,4 @@ def tables_text(
     `groups` has the current hyperparameters of each table's optimizer, and `chosen` the optimizer that a table will get.
     """
     chosen = chosen or {}
-    return "\n".join(
-        f"  {describe_table(shard_of(table), groups.get(name), chosen.get(name))}" for name, table in tables.items()
-    )
+    return "\n".join(f"  {describe_table(table, groups.get(name), chosen.get(name))}" for name, table in tables.items())

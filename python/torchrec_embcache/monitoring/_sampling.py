@@ -15,7 +15,6 @@ from torchrec_embcache.exceptions import EmbCacheError, InputError
 from torchrec_embcache.model import cache_modules
 from torchrec_embcache.model._names import display_name
 from torchrec_embcache.stats import Histogram
-from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["MetricValue", "Sample", "Sampler", "TableSample", "flatten_stats"]
 
@@ -125,12 +124,11 @@ class Sampler:
         rank = own_rank()
         for path, module in cache_modules(model).items():
             for name, table in module.tables.items():
-                shard = shard_of(table)
-                native = shard.native_or_none
+                native = table._native_or_none
                 if native is None or native.is_closed():
                     continue
                 try:
-                    stats = shard.stats()
+                    stats = table.stats()
                 except EmbCacheError:
                     continue  # closed concurrently, poisoned, or a table of a forked child's parent
                 yield TableSample(path, name, rank, dict(flatten_stats(stats)))

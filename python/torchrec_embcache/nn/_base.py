@@ -34,7 +34,6 @@ from torchrec_embcache.table.cache_table import (
     RowExport,
     RowMetadata,
     ValuesLike,
-    shard_of,
 )
 from torchrec_embcache.table.miss_ratio_curve import MissRatioCurve
 from torchrec_embcache.table.rows import clicks_array
@@ -167,7 +166,7 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         try:
             made.import_rows(ids, cast(ValuesLike, weights))
         except BaseException:
-            shard_of(made.table).close_unflushed()
+            made.table._close_unflushed()
             raise
         made.weight.requires_grad_(not freeze)
         return made
@@ -203,7 +202,7 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         """Returns the clicks of `count` ids [count]. Raises `InputError` if admission counts no clicks, and as `clicks_array`."""
         if clicks is None:
             return None
-        if not shard_of(self.table).settings.lifecycle.counts_clicks:
+        if not self.table._settings.lifecycle.counts_clicks:
             raise InputError(
                 f"clicks of table {self.table.name!r}, which counts none: leave them out, or give it admission=ShowClick(...)"
             )
@@ -310,4 +309,4 @@ def _width_of(kind: type[TableModule], weights: ValuesLike | None) -> int:
 
 def _group_of(table: CacheTable, optimizer: FusedOptimizer) -> LookupGroup:
     """Creates the lookup of a module's table. It has no reference to the module, to avoid a reference cycle."""
-    return LookupGroup([shard_of(table)], [0], lambda: optimizer.param_groups)
+    return LookupGroup([table], [0], lambda: optimizer.param_groups)

@@ -20,15 +20,17 @@ __all__ = ["HostTableInfo", "warn_if_over_memory"]
 class HostTableInfo(Protocol):
     """The attributes of an open table that this module reads."""
 
-    tiers: TierBudgets
-    device: torch.device
+    @property
+    def tiers(self) -> TierBudgets: ...
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def is_open(self) -> bool:
         """True if its tiers were opened."""
 
     @property
-    def is_closed(self) -> bool:
+    def _is_closed(self) -> bool:
         """True if its tiers were closed again."""
 
 
@@ -47,7 +49,7 @@ def warn_if_over_memory(table: HostTableInfo) -> None:
     with _lock:
         _tables.add(table)
         known = list(_tables)
-    tables = [each for each in known if each.is_open and not each.is_closed]
+    tables = [each for each in known if each.is_open and not each._is_closed]
     budgets = sum(each.tiers.host + (each.tiers.device if each.device.type == "cpu" else 0) for each in tables)
     limit, of = _available_memory()
     if budgets <= limit or budgets < 2 * _warned_bytes:

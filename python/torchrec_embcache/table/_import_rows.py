@@ -28,16 +28,20 @@ __all__ = ["import_on_all_ranks"]
 class ImportTarget(Protocol):
     """The attributes of a table's shard that this module uses."""
 
-    dim: int
-    device: torch.device
-    total_num_buckets: int
-    buckets: tuple[int, int]
+    @property
+    def dim(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def total_num_buckets(self) -> int: ...
+    @property
+    def buckets(self) -> tuple[int, int]: ...
 
     @property
-    def spec(self) -> OptimizerSpec: ...
+    def _spec(self) -> OptimizerSpec: ...
 
     @property
-    def native(self) -> _native.Table: ...
+    def _native_table(self) -> _native.Table: ...
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class _ShardInfo:
     def from_shard(cls, shard: ImportTarget | None) -> _ShardInfo | None:
         if shard is None:
             return None
-        _ = shard.native  # opens the shard, so that one that cannot be opened raises before rows are sent
-        return cls(shard.buckets, shard.total_num_buckets, shard.dim, shard.spec)
+        _ = shard._native_table  # opens the shard, so that one that cannot be opened raises before rows are sent
+        return cls(shard.buckets, shard.total_num_buckets, shard.dim, shard._spec)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def import_on_all_ranks(
 
     def import_received() -> None:
         if shard is not None and len(arrived.ids):
-            shard.native.import_rows(arrived.ids, arrived.vectors, arrived.scalars, arrived.metadata)
+            shard._native_table.import_rows(arrived.ids, arrived.vectors, arrived.scalars, arrived.metadata)
 
     run_on_all_ranks(import_received)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 
-from ._shard import TableShard
+from .cache_table import CacheTable
 
 __all__ = [
     "RowSummaries",
@@ -43,28 +43,28 @@ _PLACEHOLDER_ATTRIBUTE = "_embcache_stand_in"
 _BYTES_PER_TABLE, _BYTES_OVERHEAD = 384, 16
 
 
-def summarize_tables(tables: Mapping[str, TableShard], names: Iterable[str]) -> Tensor:
+def summarize_tables(tables: Mapping[str, CacheTable], names: Iterable[str]) -> Tensor:
     """Returns the summary of a module's tables, uint8 [n]. Opens none. `names` are those of all tables, on all ranks."""
     notes = {
         name: _summarize_table(table) if table.is_open else _summarize_unopened(table)
         for name, table in tables.items()
-        if not table.unusable
+        if not table._unusable
     }
     return _encode(notes, _BYTES_OVERHEAD + sum(_BYTES_PER_TABLE + len(json.dumps(name)) for name in names))
 
 
-def _summarize_table(table: TableShard) -> dict[str, Any]:
+def _summarize_table(table: CacheTable) -> dict[str, Any]:
     return {
         "rows": len(table),
-        "step": table.native.step(),
+        "step": table._native_table.step(),
         "shard": [table.rank, table.world_size, *table.buckets],
-        "contents": table.contents_id,
+        "contents": table._contents_id,
     }
 
 
-def _summarize_unopened(table: TableShard) -> dict[str, Any]:
+def _summarize_unopened(table: CacheTable) -> dict[str, Any]:
     """Returns the part that is known without opening the table: its contents id. The files of its SSD tier may have rows."""
-    return {"rows": 0, "contents": table.contents_id}
+    return {"rows": 0, "contents": table._contents_id}
 
 
 def _encode(summaries: RowSummaries, min_bytes: int = 0) -> Tensor:
@@ -112,7 +112,7 @@ def is_placeholder(value: object) -> bool:
 
 
 def check_missing_rows(
-    entry: object, tables: Mapping[str, TableShard], key: str, missing_keys: list[str], *, strict: bool
+    entry: object, tables: Mapping[str, CacheTable], key: str, missing_keys: list[str], *, strict: bool
 ) -> None:
     """Raises `StateError` if a summary has rows that the tables do not have. `entry` is the state dict's value of `key`.
 
@@ -135,7 +135,7 @@ def check_missing_rows(
     )
 
 
-def _describe_missing_rows(summaries: RowSummaries, tables: Mapping[str, TableShard]) -> str | None:
+def _describe_missing_rows(summaries: RowSummaries, tables: Mapping[str, CacheTable]) -> str | None:
     """Describes the rows of the summaries that the tables lack; None if they have all, as far as one rank can determine."""
     for name, table in tables.items():
         try:
@@ -153,24 +153,24 @@ def _describe_missing_rows(summaries: RowSummaries, tables: Mapping[str, TableSh
     return None
 
 
-def _never_had_rows(table: TableShard) -> bool:
-    if table.past_contents_ids or table.loaded_step:
+def _never_had_rows(table: CacheTable) -> bool:
+    if table._past_contents_ids or table._loaded_step:
         return False
     if not table.is_open and table.tiers.ssd:
         table.open()  # it may resume rows
-    return not table.is_open or (table.unusable is None and len(table) == 0 and table.native.step() == 0)
+    return not table.is_open or (table._unusable is None and len(table) == 0 and table._native_table.step() == 0)
 
 
-def _difference(summary: Mapping[str, Any], table: TableShard) -> str | None:
+def _difference(summary: Mapping[str, Any], table: CacheTable) -> str | None:
     """Describes the table's rows if they differ from the summary; None if they match, as far as one rank can determine."""
-    if not summary["rows"] or summary["contents"] in table.past_contents_ids:
+    if not summary["rows"] or summary["contents"] in table._past_contents_ids:
         # The second case: the summary is of this table, before a load replaced its rows.
         return None
     table.open()
-    if table.unusable is not None:
+    if table._unusable is not None:
         return "none that can be used"
-    rows, step = len(table), table.native.step()
-    if step not in (summary["step"], 0) or (step == 0 and summary["step"] not in (0, table.loaded_step)):
+    rows, step = len(table), table._native_table.step()
+    if step not in (summary["step"], 0) or (step == 0 and summary["step"] not in (0, table._loaded_step)):
         return f"{rows} at step {step}"
     # All ranks count the same steps of a table. Each rank counts its own rows.
     same_shard = summary["shard"] == [table.rank, table.world_size, *table.buckets]
@@ -205,9 +205,9 @@ class StateDictWatch:
         """Returns a new watch for a copy of the module."""
         return StateDictWatch()
 
-    def watch(self, summary: Tensor, tables: Mapping[str, TableShard]) -> None:
+    def watch(self, summary: Tensor, tables: Mapping[str, CacheTable]) -> None:
         """Warns when `summary` is freed together with its state dict, if the tables have rows."""
-        rows = {name: len(table) for name, table in tables.items() if table.is_open and not table.unusable}
+        rows = {name: len(table) for name, table in tables.items() if table.is_open and not table._unusable}
         if self.is_suppressed or self.is_watching or not any(rows.values()):
             return
         named = ", ".join(f"{name!r} ({count})" for name, count in rows.items() if count)

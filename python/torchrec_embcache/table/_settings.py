@@ -191,10 +191,6 @@ class TableSettings:
             raise ConfigError(f"initializer={initializer!r} is not known: use one of torchrec_embcache.initializers")
         check_choice("policy", options.policy, CachePolicy)
         check_choice("on_full", options.on_full, OnFull)
-        try:
-            device = torch.device(device)
-        except (RuntimeError, TypeError) as cause:
-            raise ConfigError(f"device={device!r} is not a device: give one such as 'cpu' or 'cuda:0'") from cause
         return cls(
             name=name,
             module=module,
@@ -202,6 +198,7 @@ class TableSettings:
             tiers=tiers,
             initializer=initializer,
             seed=seed,
+            device=_checked_device(device),
             policy=options.policy,
             on_full=options.on_full,
             lifecycle=lifecycle,
@@ -211,7 +208,6 @@ class TableSettings:
             is_sharded=world_size > 1 and (buckets is None or (begin, end) != (0, total_num_buckets)),
             rank=rank,
             world_size=world_size,
-            device=device,
             key=key,
         )
 
@@ -232,6 +228,13 @@ class TableSettings:
             return replace(self, device=torch.empty(0, dtype=torch.float32, device=self.device).device)
         except (RuntimeError, AssertionError) as cause:
             raise ConfigError(f"device={str(self.device)!r} cannot be used: {cause}") from cause
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as cause:
+        raise ConfigError(f"device={device!r} is not a device: give one such as 'cpu' or 'cuda:0'") from cause
 
 
 def row_bytes(dim: int, kind: OptimizerKind, policy: CachePolicy) -> _native.RowBytes:

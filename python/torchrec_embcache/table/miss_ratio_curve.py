@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
-from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache.config import CachePolicy
-from torchrec_embcache.exceptions import ConfigError, CorruptionError, StateError
+from torchrec_embcache.exceptions import CorruptionError
 
-__all__ = ["MeasuredTable", "MissRatioCurve"]
+__all__ = ["MissRatioCurve"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,49 +119,3 @@ class MissRatioCurve:
 def _are_ratios(curve: MissRatioCurve) -> bool:
     ratios = np.append(curve.miss_ratios, [curve.first_use_ratio, curve.new_row_ratio])
     return bool(((ratios >= 0) & (ratios <= 1)).all())
-
-
-class _MeasuredShard(Protocol):
-    """The attributes of a table's shard that this module uses."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def policy(self) -> CachePolicy: ...
-    @property
-    def native(self) -> _native.Table: ...
-
-
-class MeasuredTable(CloseOnExitMixin):
-    """A table whose miss ratios can be measured."""
-
-    _shard: _MeasuredShard
-
-    @abstractmethod
-    def close(self) -> None:
-        """Closes the table. Idempotent."""
-
-    def miss_ratio_curve(self, policy: CachePolicy | None = None, *, reset: bool = False) -> MissRatioCurve:
-        """Returns the miss ratios of other cache sizes, measured since the table was opened or since the last call with `reset`.
-
-        Requires `TierBudgets(sizing=True)`, which uses at most 8 MiB of RAM per table in addition to its budgets.
-
-        Args:
-            policy: the replacement policy of the caches: the table's own (None), or "lru", which is always measured, too.
-            reset: restarts the counters at zero after this call. The caches stay warm, so that the next measurement is not a cold
-                start.
-
-        Raises:
-            StateError: the table does not measure its miss ratios.
-            ConfigError: `policy` is neither the table's nor "lru".
-        """
-        curves = _native.miss_ratio_curves(self._shard.native, reset=reset)
-        if curves is None:
-            raise StateError(
-                f"table {self._shard.name!r} does not measure its miss ratios: open it with TierBudgets(sizing=True)"
-            )
-        for curve in curves:
-            if curve.policy == (policy or self._shard.policy):
-                return MissRatioCurve.from_native(curve)
-        known = " or ".join(repr(curve.policy) for curve in curves)
-        raise ConfigError(f"policy={policy!r} is not measured for table {self._shard.name!r}: use {known}, or None")

@@ -15,7 +15,6 @@ from torchrec_embcache import EmbCacheEmbedding, admission, eviction, set_time
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.cli import compare, main
 from torchrec_embcache.cli.checkpoints import OpenCheckpoint
-from torchrec_embcache.table.cache_table import shard_of
 
 
 def save(table: EmbCacheEmbedding, path: Path, **options: Any) -> None:
@@ -81,7 +80,7 @@ def test_diff_compares_clicks_and_which_ids_are_forgotten_next(
         table(torch.tensor([7]), torch.tensor([clicks])).sum().backward()
         for _ in range(steps):
             table(nothing, nothing).sum().backward()
-        shard_of(table.table).native.set_step(9)
+        table.table._native_table.set_step(9)
         save(table, tmp_path / name)
     code, found = run(capsys, "diff", tmp_path / "one", tmp_path / "clicked", "--ids", 3)
     assert (code, found["tables"][0]["pending_ids"]) == (1, [7])

@@ -40,7 +40,6 @@ from torchrec_embcache import (
 )
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StateError, UnsupportedError
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import (
     CPU,
     MIXED,
@@ -466,7 +465,7 @@ def _resumed(rank: int, world: int, folder: str) -> Any:
     train(model, iter(steps[2:]))
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            shard_of(table).native.close()  # like a kill, without a flush
+            table._native_table.close()  # like a kill, without a flush
     del model
     again = Model(Settings(tiers=TierBudgets(host_bytes="256KiB", ssd_bytes="32MiB", ssd_dir=folder, reopen="resume")))
     again = sharded(again, MIXED, FUSED)

@@ -11,7 +11,6 @@ from torchrec_embcache import TierBudgets, initializers, optimizers
 from torchrec_embcache._device.tier import DeviceTier, TorchRowMover
 from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache.exceptions import DeviceMemoryError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 # Two tables, each with fewer slots on the device than a batch has rows.
 BATCHES = [np.arange(start, start + 14, dtype=np.int64) * 7 % 40 for start in (0, 9)]
@@ -66,7 +65,7 @@ class Pair:
         first = self.bags[0]._group
         second = self.bags[1]._group
         self.group = LookupGroup(
-            [shard_of(bag.table) for bag in self.bags], [0, 1], lambda: [*first.param_groups(), *second.param_groups()]
+            [bag.table for bag in self.bags], [0, 1], lambda: [*first.param_groups(), *second.param_groups()]
         )
 
     def train(self, ids) -> None:
@@ -84,7 +83,7 @@ class Pair:
 
     def close(self) -> None:
         for bag in self.bags:
-            shard_of(bag.table).native.close()
+            bag.table._native_table.close()
 
 
 @pytest.mark.filterwarnings("ignore:table '[ab]'.* did not fit")
@@ -191,5 +190,5 @@ def test_update_survives_concurrent_growth_of_the_device_tier(monkeypatch):
         out.sum().backward()
         growing.join()
         assert growing.ident
-        assert shard_of(bag.table).tier.weights.shape[0] >= 60
+        assert bag.table._tier.weights.shape[0] >= 60
         assert bag.read_rows(torch.tensor([1])).weights.tolist() == [[0.0] * 4]

@@ -19,7 +19,6 @@ from torchrec_embcache._device.pinned import copy_staged_to_device, staging_empt
 from torchrec_embcache._device.streams import DeviceStream, StreamOrder
 from torchrec_embcache._device.tier import DeviceTier
 from torchrec_embcache._lookup.group import IdBatch
-from torchrec_embcache.table.cache_table import shard_of
 
 SLOTS = (None, (0,), (0, 1), (1,), ())
 OPERATIONS = list(itertools.product(range(3), (False, True), SLOTS))
@@ -256,7 +255,7 @@ def test_rows_are_read_right_while_another_thread_grows_the_tier(model, monkeypa
     ids = torch.arange(16).view(4, 4)
     bag(ids).sum().backward()
     want = bag.eval()(ids)
-    tier, reads, before = shard_of(bag.table).tier, DeviceTier.reading, model.names.count("grown")
+    tier, reads, before = bag.table._tier, DeviceTier.reading, model.names.count("grown")
     for grows_before in (True, False):
 
         def grow(wanted=tier.weights.shape[0] + 9):

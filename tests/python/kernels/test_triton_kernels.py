@@ -19,7 +19,6 @@ from tables import EXTREME_IDS, OPTIMIZERS, Contents, make_bag, random_batches, 
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheWarning, TierBudgets, initializers, optimizers
 from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
-from torchrec_embcache.table.cache_table import shard_of
 
 TIERS = TierBudgets(host_bytes="16MiB", device_bytes="1MiB")
 DEVICE = "cuda" if os.environ.get("EMBCACHE_TEST_CUDA") == "1" else "cpu"
@@ -65,7 +64,7 @@ class Tables:
         ]
         self.features = [0, 0, *range(1, len(widths))]
         self.group = LookupGroup(
-            [shard_of(bag.table) for bag in self.bags],
+            [bag.table for bag in self.bags],
             self.features,
             lambda: [group for bag in self.bags for group in bag._group.param_groups()],
         )

@@ -28,7 +28,7 @@ from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import CapacityError, ConfigError
 from torchrec_embcache.table import _host_memory
 from torchrec_embcache.table._settings import row_bytes
-from torchrec_embcache.table.cache_table import CacheTable, shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 from torchrec_models import sharded
 
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def fill(module: Any, name: str, at_once: int = 500) -> tuple[int, CapacityError
 
 def free(table: CacheTable) -> int:
     """Bytes of the budget that the tables of its module share and none has taken."""
-    share = shard_of(table).settings.share
+    share = table._settings.share
     assert share is not None
     return share.budget.free
 
@@ -212,7 +212,7 @@ def test_what_is_said_of_the_budgets_adds_up_to_the_modules():
         assert 4 * MIB - 2 <= sum(capacities) <= 4 * MIB
         assert capacities[0] > 15_000 * ROW, "what it has taken"
         assert "of 4 MiB that 2 tables share" in repr(module)
-        known = [shard_of(table) for table in tables]
+        known = list(tables)
         assert sum(table.tiers.host for table in known if table in _host_memory._tables) <= 4 * MIB
 
 
@@ -237,7 +237,7 @@ def test_closed_tables_give_back_what_they_took():
         step(module, many=range(25_000))
     few = module.tables["few"]
     few.close()
-    many = shard_of(module.tables["many"])
+    many = module.tables["many"]
     assert free(few) == 3 * MIB - MIB
     many.import_rows(torch.arange(25_000), torch.ones(25_000, 8))
     module.close()
@@ -248,7 +248,7 @@ def test_tables_that_grow_at_once_never_exceed_the_budget():
         counts: dict[str, int] = {}
 
         def work(name: str) -> None:
-            table = shard_of(module.tables[name])
+            table = module.tables[name]
             for count in range(0, 10**6, 100):
                 try:
                     table.import_rows(torch.arange(count, count + 100), torch.ones(100, 8))

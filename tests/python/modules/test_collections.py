@@ -32,8 +32,7 @@ from torchrec_embcache import (
     initializers,
 )
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, PathError, StateError, UnsupportedError
-from torchrec_embcache.table._shard import TableShard
-from torchrec_embcache.table.cache_table import shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 FIELDS: dict[str, Any] = {"name": "t", "embedding_dim": 4, "num_embeddings": 10, "feature_names": ["f"]}
 
@@ -300,7 +299,7 @@ def test_optimizer_with_unfit_slots_keeps_imported_rows():
     table = module.tables["t1"]
     known = RowMetadata(*(torch.arange(1700) for _ in range(2)), torch.rand(1700), torch.ones(1700, dtype=torch.int64))
     table.import_rows(torch.arange(1700), torch.rand(1700, 6), metadata=known)
-    shard_of(table).native.set_step(5)
+    table._native_table.set_step(5)
     before = table.export().to_numpy()
     apply_optimizer_in_backward(trec_optim.Adam, module.parameters(), {"lr": 0.1})
     for _ in range(2):  # the second time too: rows that were lost would be born anew without a word
@@ -324,7 +323,7 @@ def test_rows_lost_after_a_failed_optimizer_poison_the_table(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(TableShard, "import_rows", interrupted)
+        patch.setattr(CacheTable, "import_rows", interrupted)
         with pytest.raises(KeyboardInterrupt):
             module(features())
     for use in (lambda: module(features()), table.export):
@@ -493,7 +492,7 @@ def test_a_model_of_several_modules_is_found_and_flushed(tmp_path):
     flush(model)
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            shard_of(table).native.close()  # like a kill, without a flush
+            table._native_table.close()  # like a kill, without a flush
     again = bags(tiers=dataclasses.replace(tiers, reopen="resume"), name="one")
     assert rows(again) == {("t1", 7): [1.0] * 6}
     again.close()

@@ -25,8 +25,7 @@ from torchrec_embcache import (
 from torchrec_embcache._ssd import autoflush
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StorageError, UnsupportedError
 from torchrec_embcache.modules._tables import ShardPlacement
-from torchrec_embcache.table._shard import TableShard
-from torchrec_embcache.table.cache_table import shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
@@ -141,15 +140,15 @@ def test_collection_that_fails_to_convert_is_closed_unpublished(tmp_path: Path) 
 def test_table_that_fails_to_close_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, _ = trained("adagrad", in_backward=False)
     theirs.embedding_bags["t2"].weight.data = theirs.embedding_bags["t2"].weight.data.double()
-    close = TableShard.close
+    close = CacheTable.close
 
-    def refuse(table: TableShard) -> None:
+    def refuse(table: CacheTable) -> None:
         close(table)
         if table.name == "t1":
             raise StorageError("t1 cannot be closed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TableShard, "close", refuse)
+        patch.setattr(CacheTable, "close", refuse)
         with pytest.raises(UnsupportedError, match="'t2' has torch.float64") as kept:
             EmbCacheEmbeddingBagCollection.from_torchrec(
                 theirs, ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
@@ -158,7 +157,7 @@ def test_table_that_fails_to_close_leaves_no_other_open(tmp_path: Path, monkeypa
     assert not autoflush.open_tables()
 
 
-def interrupted(_: TableShard) -> None:
+def interrupted(_: CacheTable) -> None:
     raise KeyboardInterrupt
 
 
@@ -169,14 +168,14 @@ def test_interrupted_close_after_an_error_never_flushes(tmp_path: Path, monkeypa
     )
     theirs.embedding_bags["c"].weight.data = theirs.embedding_bags["c"].weight.data.double()
     with monkeypatch.context() as patch:
-        patch.setattr(TableShard, "close", interrupted)
+        patch.setattr(CacheTable, "close", interrupted)
         with pytest.raises(KeyboardInterrupt) as kept:
             EmbCacheEmbeddingBagCollection.from_torchrec(
                 theirs, ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
             )
-        left = [table for table in autoflush.open_tables() if isinstance(table, TableShard)]
+        left = [table for table in autoflush.open_tables() if isinstance(table, CacheTable)]
         assert sorted(table.name for table in left) == ["a", "b"]
-        assert all(table.unusable for table in left)
+        assert all(table._unusable for table in left)
     for table in left:
         table.close()
     assert not list(tmp_path.rglob("*.state"))
@@ -186,27 +185,27 @@ def test_interrupted_close_after_an_error_never_flushes(tmp_path: Path, monkeypa
 def test_interrupted_close_after_failed_sharding_never_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
     ours = EmbCacheEmbeddingBagCollection(bag_tables(), tiers=tiers)
-    whole = [shard_of(table) for table in ours.tables.values()]
+    whole = list(ours.tables.values())
     for table in whole:
         table.import_rows(np.arange(20), np.ones((20, table.dim), np.float32))
     with monkeypatch.context() as patch:
-        imported = TableShard.import_rows
+        imported = CacheTable.import_rows
 
-        def fail_in_the_second(table: TableShard, *rows: Any) -> None:
+        def fail_in_the_second(table: CacheTable, *rows: Any) -> None:
             imported(table, *rows)
             if table.name == "t2":
-                patch.setattr(TableShard, "close", interrupted)
+                patch.setattr(CacheTable, "close", interrupted)
                 raise StorageError("t2 cannot be written")
 
-        patch.setattr(TableShard, "import_rows", fail_in_the_second)
+        patch.setattr(CacheTable, "import_rows", fail_in_the_second)
         with pytest.raises(KeyboardInterrupt) as kept:
             ours.shard_tables(
                 {name: ShardPlacement(0, 2, is_sharded=True) for name in ("t1", "t2")}, None, torch.device("cpu")
             )
-        left = [table for table in autoflush.open_tables() if isinstance(table, TableShard) and table not in whole]
+        left = [table for table in autoflush.open_tables() if isinstance(table, CacheTable) and table not in whole]
         assert sorted(table.name for table in left) == ["t1", "t2"]
-        assert all(table.unusable for table in left)
-        assert not any(table.unusable for table in whole)
+        assert all(table._unusable for table in left)
+        assert not any(table._unusable for table in whole)
     for table in (*left, *whole):
         table.close()
     assert kept.tb is not None

@@ -16,7 +16,6 @@ import torch
 
 from tables import make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, _native, initializers, optimizers
-from torchrec_embcache.table.cache_table import shard_of
 
 PACKAGE = "torchrec_embcache"
 MOST_WAITING = 1024  # of rust/pyext/src/logging.rs
@@ -136,7 +135,7 @@ def test_ctrl_c_while_levels_are_read_is_not_lost(tmp_path: Path, monkeypatch: p
     bag = make_bag(tiers=ssd_tiers(tmp_path))
     calls = {
         "open": lambda: opened(tmp_path, "u"),
-        "flush": lambda: shard_of(table).native.flush(None),
+        "flush": lambda: table._native_table.flush(None),
         "step": lambda: train(bag, random_batches(1, 4, 20, seed=1)),
     }
 
@@ -171,7 +170,7 @@ def test_a_handler_may_use_the_table_and_log_and_ask_for_the_rest(tmp_path: Path
     try:
         _native.drain_log()
         for _ in range(20):
-            shard_of(table).native.flush(None)
+            table._native_table.flush(None)
         _native.drain_log()
     finally:
         logger.removeHandler(handler)
@@ -194,10 +193,10 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
     try:
         with caplog.at_level(logging.DEBUG, PACKAGE):
             _native.drain_log()
-            shard_of(table).native.flush(None)
+            table._native_table.flush(None)
             assert stuck.wait(300)
             for _ in range(MOST_WAITING + 10):
-                shard_of(table).native.flush(None)
+                table._native_table.flush(None)
             go_on.set()
             _native.drain_log()
             (said,) = [record for record in caplog.records if "were dropped" in record.getMessage()]
@@ -215,7 +214,6 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
 BEFORE = """
 import logging, os, sys, threading, time
 from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
-from torchrec_embcache.table.cache_table import shard_of
 
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(process)d %(name)s %(message)s", force=True)
 logging.getLogger("torchrec_embcache").setLevel(logging.DEBUG)
@@ -265,7 +263,7 @@ def test_slow_handlers_and_those_that_raise_lose_nothing_at_the_end(tmp_path: Pa
     core.addHandler(Handler())
     table = opened("t")
     for _ in range(28):
-        shard_of(table).native.flush(None)
+        table._native_table.flush(None)
     """
     lines = run(script, tmp_path)
     assert (lines.count("seen"), lines.count("ValueError")) == (29, 28)
@@ -288,7 +286,7 @@ def test_a_panic_below_a_handler_stops_nothing(tmp_path: Path) -> None:
     core.addHandler(Handler())
     table = opened("t")
     for _ in range(3000):
-        shard_of(table).native.flush(None)
+        table._native_table.flush(None)
         if seen.wait(0.1):
             break
     _native.drain_log()
@@ -310,7 +308,7 @@ def test_a_logger_whose_level_cannot_be_read_keeps_no_thread_busy(tmp_path: Path
     sys.unraisablehook = lambda what: raised.append(what.exc_type.__name__)
     table = opened("t")
     for _ in range(3):
-        shard_of(table).native.flush(None)
+        table._native_table.flush(None)
     time.sleep(0.5)
     print("raised", len(raised))
     """
@@ -325,10 +323,10 @@ def test_handler_that_logs_for_each_event_does_not_loop(tmp_path: Path) -> None:
     table = opened("t")
     class Handler(logging.Handler):
         def emit(self, record):
-            shard_of(table).native.flush(None)
+            table._native_table.flush(None)
     core.propagate = False
     core.addHandler(Handler())
-    shard_of(table).native.flush(None)
+    table._native_table.flush(None)
     for _ in range(3):
         _native.drain_log()
     core.handlers.clear()
@@ -342,18 +340,18 @@ def test_a_forked_child_takes_new_levels_over_within_a_second(tmp_path: Path) ->
     """However long its parent has lived."""
     script = """
     table = opened("parent")
-    shard_of(table).native.flush(None)
+    table._native_table.flush(None)
     time.sleep(1.1)
-    shard_of(table).native.flush(None)
+    table._native_table.flush(None)
     core.setLevel(logging.WARNING)
     _native.drain_log()
     child = os.fork()
     if child == 0:
         table = opened("child")
-        shard_of(table).native.flush(None)
+        table._native_table.flush(None)
         core.setLevel(logging.DEBUG)
         time.sleep(1.1)
-        shard_of(table).native.flush(None)
+        table._native_table.flush(None)
         _native.drain_log()
         sys.stdout.flush()
         os._exit(0)
@@ -397,7 +395,7 @@ def test_a_process_that_forks_while_events_come_does_not_hang(tmp_path: Path) ->
     table, going = opened("parent"), True
     def flush():
         while going:
-            shard_of(table).native.flush(None)
+            table._native_table.flush(None)
     threads = [threading.Thread(target=flush) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -23,7 +23,6 @@ from torchrec_embcache import CacheTable, EmbCacheEmbedding, Saver, TierBudgets,
 from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.modules._optimizer_choice import choose_optimizer
-from torchrec_embcache.table.cache_table import shard_of
 
 LIMIT = 0.25
 TIERS = TierBudgets(host_bytes="1MiB")
@@ -130,7 +129,7 @@ def test_tables_of_one_lookup_have_limits_of_their_own(backend):
     ids = torch.arange(3).numpy()
     pooled, sequence = tables(), tables()
     for found, is_pooled in ((pooled, True), (sequence, False)):
-        group = LookupGroup([shard_of(table) for table in found], [0, 0, 1], lambda: groups)
+        group = LookupGroup(list(found), [0, 0, 1], lambda: groups)
         splits = torch.arange(4).numpy()
         if is_pooled:
             out = group.pooled(ids, splits, [False] * 3, train=True, anchor=anchor)

@@ -10,7 +10,6 @@ from torch.nn.functional import embedding_bag
 from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
 from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
-from torchrec_embcache.table.cache_table import shard_of
 
 ROWS = 12
 # Features 0 and 1 share a table.
@@ -58,7 +57,7 @@ def test_features_of_several_tables_pool_and_train_as_in_torch(features, mean, w
     mean = [False] * 3 if weighted else mean
     tables = make_tables([4, 8], SPECS, backend)
     groups = [spec.param_group() for spec in SPECS]
-    group = LookupGroup([shard_of(table) for table in tables], FEATURE_TABLES, lambda: groups)
+    group = LookupGroup(list(tables), FEATURE_TABLES, lambda: groups)
     parameters = dense(tables)
     bags = [bag for feature in features for bag in feature]
     ids = np.array([i for bag in bags for i in bag], np.int64)
@@ -112,7 +111,7 @@ def test_features_of_several_tables_pool_and_train_as_in_torch(features, mean, w
 def test_sequences_of_several_tables_are_in_order_and_train(backend):
     tables = make_tables([4, 4], SPECS, backend)
     groups = [spec.param_group() for spec in SPECS]
-    group = LookupGroup([shard_of(table) for table in tables], FEATURE_TABLES, lambda: groups)
+    group = LookupGroup(list(tables), FEATURE_TABLES, lambda: groups)
     parameters = dense(tables)
     ids, splits = np.array([1, 2, 1, 5, 1, 5, 5], np.int64), np.array([0, 2, 4, 7], np.int64)
     out = group.sequence(ids, splits, train=True, anchor=anchor)
@@ -131,16 +130,14 @@ def test_sequences_of_several_tables_are_in_order_and_train(backend):
 
 def test_a_table_without_ids_in_the_batch_counts_the_step_too(backend):
     tables = make_tables([4, 4], SPECS, backend)
-    group = LookupGroup(
-        [shard_of(table) for table in tables], FEATURE_TABLES, lambda: [spec.param_group() for spec in SPECS]
-    )
+    group = LookupGroup(list(tables), FEATURE_TABLES, lambda: [spec.param_group() for spec in SPECS])
     group.sequence(np.array([1]), np.array([0, 1, 1, 1]), train=True, anchor=anchor).sum().backward()
     assert [(table.stats().step, len(table)) for table in tables] == [(1, 1), (1, 0)]
 
 
 def test_training_without_an_optimizer_is_refused_naming_both_ways():
     tables = make_tables([4], [None], {"tiers": TierBudgets(host_bytes="1MiB")})
-    group = LookupGroup([shard_of(table) for table in tables], [0], list)
+    group = LookupGroup(list(tables), [0], list)
     out = group.sequence(np.array([1]), np.array([0, 1]), train=True, anchor=anchor)
     with pytest.raises(StateError, match="apply_optimizer_in_backward.*fused_params"):
         out.sum().backward()
@@ -151,9 +148,7 @@ def test_training_without_an_optimizer_is_refused_naming_both_ways():
 
 def test_malformed_offsets_and_averages_of_weighted_bags_are_refused():
     tables = make_tables([4, 8], SPECS, {"tiers": TierBudgets(host_bytes="1MiB")})
-    group = LookupGroup(
-        [shard_of(table) for table in tables], FEATURE_TABLES, lambda: [spec.param_group() for spec in SPECS]
-    )
+    group = LookupGroup(list(tables), FEATURE_TABLES, lambda: [spec.param_group() for spec in SPECS])
     ids = np.array([1, 2], np.int64)
     for offsets, words in [
         ([], "offsets has 0 entries"),
@@ -171,7 +166,7 @@ def test_malformed_offsets_and_averages_of_weighted_bags_are_refused():
 def test_hyperparameter_error_leaves_the_backward_retryable():
     tables = make_tables([4], SPECS[:1], {"tiers": TierBudgets(host_bytes="1MiB")})
     groups = [{"lr": -1.0}]
-    group = LookupGroup([shard_of(table) for table in tables], [0], lambda: groups)
+    group = LookupGroup(list(tables), [0], lambda: groups)
     out = group.sequence(np.array([1]), np.array([0, 1]), train=True, anchor=anchor)
     with pytest.raises(ValueError, match="lr=-1.0"):
         out.sum().backward(retain_graph=True)

@@ -103,12 +103,11 @@ CHANGED_WHILE_READ = """
 import threading
 import numpy as np
 from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_embcache.exceptions import InputError
 
 table = CacheTable(name="t", dim=4, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1),
                    initializer=initializers.Constant(1.0))
-lookup = _native.Lookup([shard_of(table).native], [0, 0])
+lookup = _native.Lookup([table._native_table], [0, 0])
 reading = _native.PlanMode(train=False, is_prefetch=False, missing="initial")
 
 def made():

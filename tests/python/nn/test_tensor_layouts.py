@@ -44,7 +44,6 @@ from torchrec_embcache import (
 )
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.optimizers import native_hyperparameters
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import ROW_WISE, TABLE_WISE, rows_of, sharded
 
 F32 = NDArray[np.float32]
@@ -391,7 +390,7 @@ def _native_calls(seed: int, shaped: int | None, shape: Callable[[F32], F32]) ->
     """
     dice = random.Random(seed)
     module = EmbCacheEmbedding(name="item", embedding_dim=DIM, tiers=TIERS, optimizer=optimizers.SGD(lr=0.5))
-    native, ids = shard_of(module.table).native, np.array(dice.sample(IDS[3:], dice.choice([1, 2, 5])))
+    native, ids = module.table._native_table, np.array(dice.sample(IDS[3:], dice.choice([1, 2, 5])))
     others = ids + 100  # no plan uses them
     rows, numbers = some_weights(dice, len(ids), DIM).numpy(), native_hyperparameters(module.optimizer.param_groups)
     mode = _native.PlanMode(train=True, is_prefetch=False, missing="initial")

@@ -22,7 +22,6 @@ from processes import Child, World, process_group
 from tables import Contents, ssd_tiers
 from torchrec_embcache import TierBudgets, cache_modules, flush
 from torchrec_embcache.checkpoint import Saver, SaveReport
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, ROW_WISE, Rows, Settings, assert_same_rows, together
 
 STEPS, STEPS_OF_RANKS = 100, 40
@@ -144,7 +143,7 @@ def _resumed(_rank: int, _world: int, folder: str) -> tuple[int, Any]:
         found = steps_done(model), state(model)
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            shard_of(table).native.close()  # without a flush, so that the next process finds what this one did
+            table._native_table.close()  # without a flush, so that the next process finds what this one did
     return found
 
 

@@ -24,7 +24,6 @@ from torchrec_embcache.checkpoint.dcp import EmbCacheStorageReader
 from torchrec_embcache.checkpoint.recis._threads import BoundedExecutor
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.serialize import Loader
-from torchrec_embcache.table.cache_table import shard_of
 
 
 def some_slots(info: Any) -> Any:
@@ -149,12 +148,12 @@ def interrupt_loads(say: Callable[[Any], None], name: str, base: str, turn: int)
                 now = Contents.of(bag)
             except StateError:
                 refused += 1
-                reason = shard_of(bag.table).unusable
+                reason = bag.table._unusable
                 assert reason is not None, "it refuses use for another reason"
-                if shard_of(bag.table).native_or_none is not None and not shard_of(bag.table).native.is_closed():
-                    shard_of(bag.table).set_unusable(None)
+                if bag.table._native_or_none is not None and not bag.table._native_table.is_closed():
+                    bag.table._set_unusable(None)
                     assert Contents.of(bag) != before, "it refuses use, and nothing was touched"
-                    shard_of(bag.table).set_unusable(reason)
+                    bag.table._set_unusable(reason)
                 load(bag, str(folder / "ck"))
                 now = Contents.of(bag)
                 if name != "some slots":

@@ -15,7 +15,6 @@ import gc, itertools, os, signal, sys, threading
 import numpy as np
 import torch
 from torchrec_embcache import _native
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
 
@@ -66,7 +65,7 @@ def test_an_interpreter_can_end_with_plans_reads_and_graphs_in_flight(tmp_path: 
 
         # Torch's operators end the process when the interpreter ends under a daemon thread in them; the core's calls do not. With a
         # device tier these call torch.
-        lookup = _native.Lookup([shard_of(bag.table).native], [0])
+        lookup = _native.Lookup([bag.table._native_table], [0])
         reading = _native.PlanMode(train=False, is_prefetch=False, missing="initial")
         batches = [ids(step).numpy() for step in range(100, 200)]
         splits = np.array([0, len(batches[0])])

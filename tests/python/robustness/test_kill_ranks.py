@@ -13,7 +13,6 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from processes import Child, process_group
 from torchrec_embcache import TierBudgets, cache_modules, flush
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, Model, Rows, Settings, batches, rows_of, sharded
 
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
@@ -65,7 +64,7 @@ def _resumed(_rank: int, _world: int, folder: str) -> tuple[int, Rows]:
         found = steps_done(model), rows_of(model)
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            shard_of(table).native.close()  # without a flush, so that the next process finds what this one did
+            table._native_table.close()  # without a flush, so that the next process finds what this one did
     return found
 
 

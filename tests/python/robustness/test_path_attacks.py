@@ -29,7 +29,7 @@ from torchrec_embcache import _native
 from torchrec_embcache.checkpoint.recis import loader, saver
 from torchrec_embcache.checkpoint.recis._session import RecisSession
 from torchrec_embcache.exceptions import CorruptionError, PathError, StateError, StorageError, StoragePermissionError
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = ["place"]  # fixtures
 
@@ -239,7 +239,7 @@ def test_data_files_replaced_after_header_check_poison_tables(
     save(bag, place.root)
     data = next(path for path in place.root.rglob("*.safetensors"))
     kept = tmp_path / "kept"
-    plain = TableShard.set_unusable
+    plain = CacheTable._set_unusable
 
     def replace(table: Any, reason: str | None) -> None:
         plain(table, reason)
@@ -257,7 +257,7 @@ def test_data_files_replaced_after_header_check_poison_tables(
 
     other = make_bag()
     with monkeypatch.context() as patched:
-        patched.setattr(TableShard, "set_unusable", replace)
+        patched.setattr(CacheTable, "_set_unusable", replace)
         with pytest.raises((PathError, CorruptionError)):
             load(other, place.root)
     with pytest.raises(StateError, match="did not succeed"):

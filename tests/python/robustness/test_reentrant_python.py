@@ -12,7 +12,6 @@ BEFORE = """
 import gc, os, signal, sys, threading
 import torch
 from torchrec_embcache import _native, EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache._device.tier import DeviceTier
 from torchrec_embcache._kernels.core import TorchBackend
@@ -180,8 +179,8 @@ def test_destructor_that_uses_rows_under_a_read_gets_an_error(tmp_path: Path) ->
                 works(lambda: len(bag))
                 works(bag.stats)
                 tried(bag.flush)
-                tried(shard_of(bag.table).native.clear)
-                tried(shard_of(bag.table).native.close)
+                tried(bag.table._native_table.clear)
+                tried(bag.table._native_table.close)
                 tried(lambda: bag.read_rows(torch.arange(2)))
                 tried(lambda: bag(ids(0)))
                 tried(lambda: next(bag.export()))
@@ -329,7 +328,7 @@ def test_snapshots_dropped_while_rows_are_read_block_no_thread(
         bag = make()
         for step in range(10):
             train(bag, step)
-        native = shard_of(bag.table).native
+        native = bag.table._native_table
         root, name = _native.CheckpointDirectory.open_to_save(directory + "/checkpoints", "strict"), "0000000001-0000000000000001"
         os.mkdir(root.path + "/" + name, 0o750)
 

@@ -18,7 +18,6 @@ from torchrec_embcache import (
     optimizers,
 )
 from torchrec_embcache.model import CacheModule
-from torchrec_embcache.table.cache_table import shard_of
 
 IDS = torch.cat([torch.arange(-50, 50), torch.tensor([-(1 << 63), (1 << 63) - 1])])
 BUCKETS = 11
@@ -112,7 +111,7 @@ class Model(CacheModule, nn.Module):
         begin, end = table.buckets
         mine = IDS[torch.tensor([begin <= bucket_of(row_id, BUCKETS) < end for row_id in IDS.tolist()])]
         table.import_rows(mine, weights_of(mine, salt), {"sum": mine.to(torch.float32)})
-        shard_of(table).native.set_step(42 + salt)
+        table._native_table.set_step(42 + salt)
 
     def contents(self) -> list[tuple[int, list[float], float]]:
         return [

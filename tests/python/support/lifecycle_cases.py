@@ -17,7 +17,6 @@ from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, initiali
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import All, Keep, Policy, Score, Share, Ttl
 from torchrec_embcache.serialize import BlockLoader, BlockSaver
-from torchrec_embcache.table.cache_table import shard_of
 
 DIM = 4
 TIERS = TierBudgets(host_bytes="4MiB")
@@ -197,7 +196,7 @@ class Expected:
                     "score": float(chunk.metadata.score[place]),
                     "weights": chunk.weights[place].tolist(),
                 }
-        native = shard_of(self.table.table).native
+        native = self.table.table._native_table
         dead = taken(self.policy, rows, step, shared=native.version() == self._as_swept)
         self.evicted += len(dead)
         self.table.remove_rows(list(dead))

@@ -15,7 +15,7 @@ from torchrec_models import (
 
 def state_of(table: Any) -> bytes:
     """Every bit of the OOV row and its slots."""
-    return table.table._shard.native.oov_row().tobytes()
+    return table.table._native_table.oov_row().tobytes()
 
 
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
@@ -25,7 +25,7 @@ Shared = dict[tuple[str, str], list[float]]
 def shared_of(model: Any) -> Shared:
     """The OOV row and its slots of each table of this rank."""
     return {
-        (path, name): table._shard.native.oov_row().tolist()
+        (path, name): table._native_table.oov_row().tolist()
         for path, module in cache_modules(model).items()
         for name, table in module.tables.items()
     }

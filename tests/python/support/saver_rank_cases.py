@@ -9,7 +9,6 @@ from torch import nn
 from tables import bucket_of
 from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
 from torchrec_embcache.model import CacheModule
-from torchrec_embcache.table.cache_table import shard_of
 
 IDS = torch.cat([torch.arange(-500, 500), torch.tensor([-(1 << 63), (1 << 63) - 1])])
 BUCKETS = 11
@@ -50,7 +49,7 @@ class Shards(CacheModule, nn.Module):
             begin, end = table.buckets
             mine = torch.tensor([begin <= bucket_of(row_id, BUCKETS) < end for row_id in ids.tolist()])
             table.import_rows(ids[mine], weights_of(ids[mine]), {"sum": ids[mine].to(torch.float32)})
-            shard_of(table).native.set_step(42)
+            table._native_table.set_step(42)
 
     def contents(self) -> list[tuple[str, int, list[float], float]]:
         return [

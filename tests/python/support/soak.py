@@ -21,7 +21,6 @@ from torch import nn
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import StorageError
-from torchrec_embcache.table.cache_table import shard_of
 
 DIM = 8
 INITIAL = np.float32(1.0)
@@ -340,7 +339,7 @@ class Process:
         self._compared += sum(IDS.values())
         self.model = found
         self.say("refused and done" if done else "refused", operation.number)
-        if not any(shard_of(self.tables.bag(table).table).native.is_read_only() for table in IDS):
+        if not any(self.tables.bag(table).table._native_table.is_read_only() for table in IDS):
             return
         (self._folder / "ballast").unlink(missing_ok=True)
         with contextlib.suppress(StorageError):  # the disk was full for that save too

@@ -4,11 +4,10 @@ import random
 from typing import Any
 
 from torchrec_embcache import cache_modules
-from torchrec_embcache.table.cache_table import shard_of
 
 
 def now(table: Any) -> float:
-    return shard_of(table).native.now() / 1000
+    return table._native_table.now() / 1000
 
 
 # Not a whole number of minutes, so that the times of a test are of two minutes.
@@ -17,7 +16,7 @@ TTL = 10
 
 
 def natives(model: Any) -> list[Any]:
-    return [shard_of(table).native for module in cache_modules(model).values() for table in module.tables.values()]
+    return [table._native_table for module in cache_modules(model).values() for table in module.tables.values()]
 
 
 def times_of(rank: int, count: int) -> list[int]:

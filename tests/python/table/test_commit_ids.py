@@ -12,7 +12,6 @@ from torchrec_embcache import EmbCacheEmbeddingBag, flush
 from torchrec_embcache._ssd import commit
 from torchrec_embcache.config import SsdRoot
 from torchrec_embcache.exceptions import EmbCacheError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 
 def bag_in(root: Path, name: str = "item", reopen: str | None = None) -> EmbCacheEmbeddingBag:
@@ -38,7 +37,7 @@ def test_flush_follows_one_without_a_state_despite_the_clock(tmp_path, monkeypat
         last = max(bag.table.commit_ids())
         # This is as where room is short, when states are given up.
         for commit_id in bag.table.commit_ids():
-            shard_of(bag.table).native.forget_commit(commit_id)
+            bag.table._native_table.forget_commit(commit_id)
         monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
         monkeypatch.setattr(time, "time", lambda: now / 1e9 - 3600)
         step(bag, [[3, 4]])
@@ -77,7 +76,7 @@ def test_threads_that_flush_one_table_or_its_model_take_turns(tmp_path):
     flush(model)
     held = [Contents.of(bag) for bag in model]
     for bag in model:
-        shard_of(bag.table).native.close()  # like a kill: nothing is flushed
+        bag.table._native_table.close()  # like a kill: nothing is flushed
     model = model_in(tmp_path / "ssd", reopen="resume")
     assert [Contents.of(bag) for bag in model] == held
     close(model)

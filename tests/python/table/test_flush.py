@@ -35,7 +35,6 @@ from torchrec_embcache.exceptions import (
     StateError,
     StorageError,
 )
-from torchrec_embcache.table.cache_table import shard_of
 
 BATCHES = random_batches(12, 5, 150, seed=2)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit")
@@ -66,7 +65,7 @@ def test_resuming_takes_the_last_flush_whatever_was_trained_since(tmp_path):
         bag.flush()
     flushed = Contents.of(bag)
     train(bag, BATCHES[6:])
-    shard_of(bag.table).native.close()  # like a kill, without a flush
+    bag.table._native_table.close()  # like a kill, without a flush
     with bag_in(tmp_path / "ssd", reopen="resume") as bag:
         assert Contents.of(bag) == flushed
 
@@ -167,7 +166,7 @@ def test_a_flush_of_a_model_is_one_state_of_all_its_tables(tmp_path):
     flushed = {name: Contents.of(bag) for name, bag in model.items()}
     for bag in model.values():
         train(bag, BATCHES[6:])
-        shard_of(bag.table).native.close()
+        bag.table._native_table.close()
     model = two_bags(tmp_path / "ssd", "resume")
     assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
     for bag in model.values():
@@ -188,7 +187,7 @@ def test_flush_that_ends_between_tables_leaves_the_prior_state(tmp_path, monkeyp
         )  # no mark is made
         flush(model)
     for bag in model.values():
-        shard_of(bag.table).native.close()
+        bag.table._native_table.close()
     model = two_bags(tmp_path / "ssd", "resume")
     assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
     for bag in model.values():
@@ -201,7 +200,7 @@ def test_unfinished_first_flush_leaves_nothing_to_resume(tmp_path, monkeypatch):
         patch.setattr("torchrec_embcache._ssd.commit.CommitParticipant.commit_as_coordinator", lambda *_: None)
         flush(model)
     for bag in model.values():
-        shard_of(bag.table).native.close()
+        bag.table._native_table.close()
     with pytest.raises(StateError, match="did not finish.*discard"):
         bag_in(tmp_path / "ssd", name="first", reopen="resume")
 
@@ -229,7 +228,7 @@ def test_marks_stay_where_tables_cannot_be_looked_for(tmp_path, monkeypatch, ref
     flush(model)
     second = model.pop("second")
     flushed = Contents.of(second)
-    shard_of(second.table).native.close()  # it keeps the state that was flushed together with the first table's
+    second.table._native_table.close()  # it keeps the state that was flushed together with the first table's
     model["third"] = bag_in(ssd, name="third")
     listdir = os.listdir
 
@@ -308,7 +307,7 @@ def test_roots_agree_wherever_a_flush_of_a_model_is_cut_short(tmp_path, monkeypa
             with contextlib.suppress(Killed):
                 flush(model)
         for bag in model.values():
-            shard_of(bag.table).native.close()
+            bag.table._native_table.close()
         model = bags_of_roots(directory, "resume")
         found = {name: Contents.of(bag) for name, bag in model.items()}
         assert found in contents[1:], f"roots differ where the flush ends at call {calls}"
@@ -318,7 +317,7 @@ def test_roots_agree_wherever_a_flush_of_a_model_is_cut_short(tmp_path, monkeypa
         flush(model)
         flushed = {name: Contents.of(bag) for name, bag in model.items()}
         for bag in model.values():
-            shard_of(bag.table).native.close()
+            bag.table._native_table.close()
         model = bags_of_roots(directory, "resume")
         assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
         for bag in model.values():
@@ -337,7 +336,7 @@ def test_a_root_whose_coordinator_is_gone_says_where_it_was(tmp_path, monkeypatc
         patch.setattr("torchrec_embcache._ssd.commit.CommitParticipant.commit_as_participant", lambda *_: None)
         flush(model)
     for bag in model.values():
-        shard_of(bag.table).native.close()
+        bag.table._native_table.close()
     (tmp_path / "one").rename(tmp_path / "elsewhere")
     with pytest.raises(StateError, match=f"{tmp_path / 'one'}, which says whether it was, is not there.*discard"):
         bag_in(tmp_path / "two", name="two", reopen="resume")
@@ -356,7 +355,7 @@ def test_damaged_old_state_warns_and_damaged_newest_fails(tmp_path):
         train(bag, bags)
         bag.flush()
     flushed = Contents.of(bag)
-    shard_of(bag.table).native.close()
+    bag.table._native_table.close()
     older, newest = sorted(Path(bag.table.directory).glob("*.state"))
     intact = newest.read_bytes()
     for state in (older, newest):
@@ -393,16 +392,16 @@ def flush_on_ranks(rank, _size, root, fail_rank, late=False):
     if late:
         flushed = Contents.of(bag)
     if rank == fail_rank:
-        shard = shard_of(bag.table)
+        shard = bag.table
         if late:
-            shard.mark_flushed = lambda *_, **__: setattr(shard, "commit_ids", lambda: refuse(None))
+            shard._mark_flushed = lambda *_, **__: setattr(shard, "commit_ids", lambda: refuse(None))
         else:
-            shard.flush_with_commit_id = refuse
+            shard._flush_with_commit_id = refuse
     try:
         flush(bag)
     except StorageError as error:
         words = str(error)
-    shard_of(bag.table).native.close()
+    bag.table._native_table.close()
     torch.distributed.barrier()
     with bag_in(rank_directory(root), reopen="resume", **settings) as bag:
         return words, Contents.of(bag) == flushed
@@ -431,7 +430,7 @@ def test_closed_or_unusable_tables_do_not_stop_other_flushes(tmp_path, left):
     if left == "closed":
         first.close()
     else:
-        shard_of(first.table).set_unusable("a load did not succeed")
+        first.table._set_unusable("a load did not succeed")
     train(other, BATCHES[1:5])
     assert len(other.table.commit_ids()) == 2
     other.close()
@@ -452,12 +451,12 @@ def test_error_in_a_with_block_survives_a_failing_close(tmp_path):
     )
     for closed, shard in ((bag, bag.table), (collection, collection.tables["t"]), (table, table)):
         shard.open()
-        shard_of(shard).flush_with_commit_id = refuse
+        shard._flush_with_commit_id = refuse
         with pytest.raises(KeyError) as raised, closed:
             raise KeyError("of the user")
         (note,) = raised.value.__notes__
         assert note == f"closing the {type(closed).__name__} failed too: no room for the state"
-        assert shard_of(shard).is_closed
+        assert shard._is_closed
 
 
 def test_flush_error_on_one_rank_raises_on_all(two_ranks, tmp_path):
@@ -495,7 +494,7 @@ def kill_on_ranks(rank, _size, root, follows):
         ):
             patch.setattr(f"torchrec_embcache._ssd.commit.CommitParticipant.{cut}", lambda *_: None)
         flush(bag)
-    shard_of(bag.table).native.close()
+    bag.table._native_table.close()
     torch.distributed.barrier()
     with bag_in(directory, reopen="resume", **settings) as bag:
         found = Contents.of(bag)
@@ -532,7 +531,7 @@ def flush_on_machines(rank, _size, root, action="always"):
             return str(raised.value)
         flush(bag)
     flushed = Contents.of(bag)
-    shard_of(bag.table).native.close()
+    bag.table._native_table.close()
     with bag_in(Path(root, f"disk{rank}"), name=f"shard{rank}", reopen="resume") as bag:
         same = Contents.of(bag) == flushed
     return [str(warning.message) for warning in caught if issubclass(warning.category, EmbCacheWarning)], same

@@ -14,7 +14,6 @@ from tables import make_bag, ssd_tiers, step
 from torchrec_embcache import close_all, flush
 from torchrec_embcache._ssd import autoflush
 from torchrec_embcache.exceptions import InUseError
-from torchrec_embcache.table.cache_table import shard_of
 
 
 def model_in(root: Path) -> nn.ModuleDict:
@@ -91,5 +90,5 @@ def test_close_all_closes_every_table_though_one_cannot_be_flushed(tmp_path: Pat
     monkeypatch.setattr(autoflush.open_tables()[0], "flush", fails)
     with pytest.raises(OSError, match="the disk is full"):
         close_all()
-    assert shard_of(one.table).is_closed
-    assert shard_of(other.table).is_closed
+    assert one.table._is_closed
+    assert other.table._is_closed

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tables import OPTIMIZERS, Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbedding, RowMetadata, TierBudgets, initializers, optimizers
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 
 @pytest.fixture(params=["host", "ssd", "device", "device_ssd"])
@@ -89,7 +88,7 @@ def test_rows_move_from_table_to_table_bit_by_bit(kind, tiers):
             target.import_rows(chunk.ids, chunk.weights, chunk.slots, chunk.metadata)
         assert target.remove_rows(torch.tensor([424242, 434343])) == 1
         assert Contents.of(target).rows == Contents.of(source).rows
-        shard_of(target.table).native.set_step(source.stats().step)
+        target.table._native_table.set_step(source.stats().step)
         for module in (source, target):
             train(module, BATCHES[6:])
         assert Contents.of(target) == Contents.of(source)

@@ -23,7 +23,6 @@ from torchrec_embcache._ssd.flush import flush_tables
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import CapacityError, EmbCacheWarning
 from torchrec_embcache.model import CacheModule
-from torchrec_embcache.table.cache_table import shard_of
 
 BATCHES = random_batches(12, 6, 60, seed=5)
 
@@ -102,7 +101,7 @@ def test_auto_removes_files_of_another_rank_count_after_a_flush(
     for rank in range(2):
         with shard(tmp_path, rank, 2) as table:
             ids = torch.arange(100)
-            ids = ids[torch.from_numpy(shard_of(table).owns(ids.numpy()))]
+            ids = ids[torch.from_numpy(table._owns(ids.numpy()))]
             table.import_rows(ids, torch.ones(len(ids), 4))
             rows.append(len(ids))
     # It was killed before a flush, so the rows are where they were.
@@ -145,7 +144,7 @@ def _flushed_by_ranks(rank: int, _world: int, folder: str) -> list[set[str]]:
     torch.distributed.barrier()
     seen.append(names(Path(folder)))
     torch.distributed.barrier()
-    flush_tables([shard_of(table)])
+    flush_tables([table])
     torch.distributed.barrier()
     seen.append(names(Path(folder)))
     table.close()
@@ -246,7 +245,7 @@ def test_table_reopens_after_a_warning_raised_as_an_error(
             make_bag(tiers=tiers)
     assert not autoflush.open_tables()
     with make_bag(tiers=tiers) as bag:
-        assert autoflush.open_tables() == [shard_of(bag.table)]
+        assert autoflush.open_tables() == [bag.table]
         assert kept.tb is not None
 
 

@@ -26,7 +26,6 @@ from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, cache_modules, 
 from torchrec_embcache._ssd import autoflush
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, Model, Settings, batches, rows_of, sharded
 from torchrec_models import train as train_model
 
@@ -43,7 +42,7 @@ def bag_in(directory: Path, *, name: str = "item", mode: str = "mean", **tiers: 
 def killed(*bags: EmbCacheEmbeddingBag) -> None:
     """End the process like a kill, so that what was not flushed is lost."""
     for bag in bags:
-        shard_of(bag.table).native.close()
+        bag.table._native_table.close()
 
 
 def test_exit_after_a_failed_step_warns_and_flushes_nothing(tmp_path, monkeypatch):
@@ -369,11 +368,11 @@ def test_only_open_tables_are_looked_after(tmp_path: Path) -> None:
     before = set(autoflush.open_tables())
     bag = bag_in(tmp_path / "ssd")
     table = bag.table
-    assert set(autoflush.open_tables()) - before == {shard_of(table)}
+    assert set(autoflush.open_tables()) - before == {table}
     step(bag, BATCHES[0])
-    assert shard_of(table).has_unflushed_rows
+    assert table._has_unflushed_rows
     bag.close()
-    assert not shard_of(table).has_unflushed_rows
+    assert not table._has_unflushed_rows
     assert set(autoflush.open_tables()) <= before
 
 
@@ -418,7 +417,7 @@ def test_auto_never_discards_what_was_published_after_it_looked(
         whole = Contents.of(bag)
     with monkeypatch.context() as patch:
         # As if it had been published just now.
-        patch.setattr("torchrec_embcache.table._shard.TableShard.commit_ids", lambda _: [])
+        patch.setattr("torchrec_embcache.table.cache_table.CacheTable.commit_ids", lambda _: [])
         with pytest.raises(OSError, match="published a state .* just now: open the table again"):
             bag_in(tmp_path / "ssd")
     with bag_in(tmp_path / "ssd") as bag:
@@ -519,7 +518,7 @@ def flushed_in_turn(rank: int, world: int, folder: str) -> tuple[Any, Any]:
     train_model(model, iter(steps[6:]))
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            shard_of(table).native.close()  # like a kill
+            table._native_table.close()  # like a kill
     return rows, rows_of(made("resume"))
 
 

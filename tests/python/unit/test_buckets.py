@@ -17,7 +17,6 @@ from torchrec_embcache import CacheTable, TierBudgets, _buckets, initializers, o
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.distributed._sharding import BucketFeaturesDist
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.table.cache_table import shard_of
 
 
 def many_ids() -> torch.Tensor:
@@ -102,7 +101,7 @@ def test_ids_of_any_pattern_spread_over_ranks(pattern: Any) -> None:
     ids = np.array(list(pattern), np.int64)
     for size in (2, 3, 4):
         shards = [CacheTable(**settings(rank, size)) for rank in range(size)]
-        shares = [int(shard_of(shard).owns(ids).sum()) for shard in shards]
+        shares = [int(shard._owns(ids).sum()) for shard in shards]
         assert sum(shares) == len(ids)
         assert max(shares) <= 1.25 * min(shares), shares
 

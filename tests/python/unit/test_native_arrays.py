@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, _native, initializers, optimizers, serving
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.table.cache_table import CacheTable, shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 DIM = 4
 IDS = np.array([3, 1, 2, 3, 7, 9], np.int64)
@@ -36,7 +36,7 @@ def native() -> _native.Table:
         initializer=initializers.Constant(1.0),
         optimizer=optimizers.SGD(lr=0.5),
     )
-    return shard_of(table).native
+    return table._native_table
 
 
 def plan_of(native: _native.Table) -> _native.Plan:

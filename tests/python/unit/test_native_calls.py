@@ -11,7 +11,7 @@ import torch
 
 from torchrec_embcache import TierBudgets, initializers, optimizers
 from torchrec_embcache._lookup.group import LookupGroup
-from torchrec_embcache.table.cache_table import CacheTable, shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 PHASES = ("plan", "wait", "forward_pooled", "backward_pooled")
 
@@ -45,7 +45,7 @@ def test_a_step_is_one_call_a_phase_for_all_tables(tables):
         for number in range(tables)
     ]
     features = [number for number in range(tables) for _ in range(2)]
-    group = LookupGroup([shard_of(table) for table in made], features, lambda: [{"lr": 0.1}] * tables)
+    group = LookupGroup(list(made), features, lambda: [{"lr": 0.1}] * tables)
     anchor = torch.zeros(0, requires_grad=True)
     ids = np.arange(6 * len(features))
     offsets = np.arange(0, len(ids) + 1, 2)

@@ -16,7 +16,6 @@ from tables import AMPLE, make_bag, step
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheEmbeddingBag, TierBudgets, optimizers
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 PUBLIC_WITHOUT_TORCHREC = {
     "AdmissionStats",
@@ -204,7 +203,7 @@ def test_collection_repr_shows_settings_and_opens_nothing(tmp_path):
 
 def test_a_table_whose_tiers_are_closed_or_torn_can_be_printed(monkeypatch):
     bag = make_bag(tiers=AMPLE)
-    shard_of(bag.table).native.close()
+    bag.table._native_table.close()
     assert "rows=closed" in repr(bag)
     monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
     torn = make_bag(tiers=TierBudgets(device_bytes="64KiB", host_bytes="1MiB"), optimizer=optimizers.Adam(lr=0.1))
@@ -224,5 +223,5 @@ def test_a_table_whose_tiers_are_closed_or_torn_can_be_printed(monkeypatch):
 
 def test_a_table_that_cannot_be_used_can_be_printed():
     with make_bag(tiers=AMPLE) as bag:
-        shard_of(bag.table).set_unusable("a load did not succeed")
+        bag.table._set_unusable("a load did not succeed")
         assert "rows=unusable" in repr(bag)

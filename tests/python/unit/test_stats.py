@@ -23,7 +23,6 @@ from torchrec_embcache import (
 )
 from torchrec_embcache.config import CachePolicy
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.table.cache_table import shard_of
 
 STUB = Path(_native.__file__).parent / "_native.pyi"
 
@@ -67,7 +66,7 @@ def test_stats_are_what_the_binding_counts(tmp_path):
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", device_bytes="64KiB"), optimizer=optimizers.Adam(lr=0.1)) as bag:
         step(bag, [[1, 2], [2]])
         bag.flush()
-        counted, stats = shard_of(bag.table).native.stats(), bag.stats()
+        counted, stats = bag.table._native_table.stats(), bag.stats()
     assert stats.rows == counted.rows == 2
     assert stats.device.rows == counted.device.rows == 2
     assert stats.ssd.logical_written_bytes == counted.ssd.logical_written_bytes > 0

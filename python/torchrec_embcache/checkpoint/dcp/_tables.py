@@ -107,7 +107,7 @@ class TableWriter:
         def release() -> None:
             # No delta is based on this checkpoint, so removed rows need not be recorded.
             for _, _, table in shards:
-                table.native.finish_background_save(epoch)
+                table._native_table.finish_background_save(epoch)
 
         def cancel() -> None:
             part.abandon()

@@ -10,8 +10,7 @@ from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.model import CacheModule, cache_modules, path_in_model, suppress_state_dict_warnings
 from torchrec_embcache.nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from torchrec_embcache.table._row_summary import is_placeholder, summaries_in
-from torchrec_embcache.table._shard import TableShard
-from torchrec_embcache.table.cache_table import CacheTable, shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 from ._schema import DTYPES
 
@@ -88,16 +87,16 @@ def table_names(modules: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def tables_of(modules: Mapping[str, Any]) -> dict[str, TableShard]:
+def tables_of(modules: Mapping[str, Any]) -> dict[str, CacheTable]:
     """Opens the tables of this shard and returns them by block name."""
-    tables: list[TableShard] = []
+    tables: list[CacheTable] = []
     for value in modules.values():
         if isinstance(value, CacheTable):
-            tables.append(shard_of(value))
+            tables.append(value)
         else:
             value.sync_optimizers()
             value.suppress_state_dict_warning()
-            tables += map(shard_of, value.tables.values())
+            tables += value.tables.values()
     for table in tables:
         table.open()
     return dict(zip(table_names(modules), tables, strict=True))

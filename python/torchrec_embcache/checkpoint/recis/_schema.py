@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_embcache import _native
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = [
     "DTYPES",
@@ -66,7 +66,7 @@ class WriteBlock:
     slot: str | None
     dtype: str
     shape: tuple[int, ...]
-    source: TableShard | Tensor = field(repr=False, compare=False)
+    source: CacheTable | Tensor = field(repr=False, compare=False)
 
     @property
     def dense(self) -> bool:
@@ -82,7 +82,7 @@ class WriteBlock:
 
         The range always covers all buckets, because rows are assigned to buckets by the hash of the id.
         """
-        if not isinstance(self.source, TableShard):
+        if not isinstance(self.source, CacheTable):
             return " "
         total = self.source.total_num_buckets
         width = len(str(total))
@@ -102,9 +102,9 @@ class RecisColumn:
         return math.prod(self.shape) * np.dtype(NUMPY_TYPES[self.dtype]).itemsize
 
 
-def table_columns(table: TableShard) -> dict[str, RecisColumn]:
+def table_columns(table: CacheTable) -> dict[str, RecisColumn]:
     """Returns the columns of a table by slot, ids first."""
-    spec = table.spec
+    spec = table._spec
     columns = {ID: RecisColumn("I64", ()), WEIGHTS: RecisColumn("F32", (table.dim,))}
     for number, name in enumerate(spec.slot_names):
         columns[name] = RecisColumn("F32", (table.dim,) if number < spec.vector_slots else ())
@@ -112,10 +112,10 @@ def table_columns(table: TableShard) -> dict[str, RecisColumn]:
     return columns | {name: RecisColumn(dtype, ()) for name, dtype in metadata.items()}
 
 
-def row_columns(table: TableShard, rows: _native.RowBlock) -> ColumnArrays:
+def row_columns(table: CacheTable, rows: _native.RowBlock) -> ColumnArrays:
     """Returns views of native rows by slot."""
     ids, vectors, scalars, metadata = rows.ids, rows.vectors, rows.scalars, rows.metadata
-    spec = table.spec
+    spec = table._spec
     columns: ColumnArrays = {ID: ids}
     for number, name in enumerate((WEIGHTS, *spec.slot_names[: spec.vector_slots])):
         columns[name] = vectors[:, number * table.dim : (number + 1) * table.dim]
@@ -140,12 +140,12 @@ def metadata_of(rows: _native.RowBlock, part: slice) -> _native.RowMetadata:
     return _native.RowMetadata(known.count[part], known.last_step[part], known.score[part], known.modified_epoch[part])
 
 
-def empty_rows(table: TableShard, count: int) -> _native.RowBlock:
+def empty_rows(table: CacheTable, count: int) -> _native.RowBlock:
     """Returns rows of zeros, to be filled with `row_columns`."""
     zeros: Any = np.zeros
     return _native.RowBlock(
         zeros(count, np.int64),
-        zeros((count, table.spec.vector_floats(table.dim)), np.float32),
+        zeros((count, table._spec.vector_floats(table.dim)), np.float32),
         zeros(count, np.float32),
         _native.RowMetadata(
             zeros(count, np.uint32), zeros(count, np.uint64), zeros(count, np.float32), zeros(count, np.uint32)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec_embcache import _native
 from torchrec_embcache.checkpoint._tensor_bytes import byte_windows
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 from ._schema import WriteBlock, row_columns, table_columns
 from ._session import RecisSession
@@ -67,8 +67,8 @@ class _ShardWriter:
     def _write_table(self, name: str) -> _native.RecisWrittenTable:
         blocks = [(number, block) for number, block in self._blocks if block.name == name and not block.dense]
         table = blocks[0][1].source
-        assert isinstance(table, TableShard)
-        native, total = table.native, blocks[0][1].shape[0]
+        assert isinstance(table, CacheTable)
+        native, total = table._native_table, blocks[0][1].shape[0]
         row_bytes = sum(column.bytes for column in table_columns(table).values())
         step, begin, end = native.step(), *table.buckets
         runs: list[int] = []
@@ -97,7 +97,7 @@ class _ShardWriter:
         return _native.RecisWrittenTable(
             name=name,
             dim=table.dim,
-            optimizer=table.spec.kind,
+            optimizer=table._spec.kind,
             key=native.key,
             seed=table.seed,
             step=step,

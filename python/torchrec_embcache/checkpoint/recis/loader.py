@@ -18,7 +18,7 @@ from torchrec_embcache.checkpoint._load import LoadingTables
 from torchrec_embcache.checkpoint._tensor_bytes import WINDOW_BYTES
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 from ._arguments import check_distinct_names, check_hashtables, check_tensors, table_names, tables_of
 from ._reader import RecisCheckpoint, RecisTableReader, RecisTensorReader
@@ -32,7 +32,7 @@ _log = logging.getLogger("torchrec_embcache.serialize")
 # Destination to {source: slots}. The slots of a table are names such as "id", "embedding", "sum"; a dense tensor has none.
 LoadInfo = dict[str, dict[str, list[str]]]
 # For each destination table, its source tables in the checkpoint with their slots; for each destination tensor, its source.
-_TableLoadPlans = dict[str, tuple[TableShard, list[tuple[RecisTableReader, list[str]]]]]
+_TableLoadPlans = dict[str, tuple[CacheTable, list[tuple[RecisTableReader, list[str]]]]]
 _DenseLoadPlans = dict[str, tuple[Tensor, RecisTensorReader]]
 # Rows per native import. A call rejects rows that might not fit; a small chunk is rejected only if it really does not fit.
 CHUNK_ROWS = 4096
@@ -117,7 +117,7 @@ class BlockLoader:
         """
         info: LoadInfo = {}
         for name, table in tables_of(self._modules).items():
-            left_out = () if self.slots else table.spec.slot_names
+            left_out = () if self.slots else table._spec.slot_names
             info[name] = {name: [slot for slot in table_columns(table) if slot not in left_out]}
         return info | {name: {name: []} for name in self._tensors}
 
@@ -183,7 +183,7 @@ class BlockLoader:
         """Executes the plans. Returns the number of rows by destination."""
         reason = f"loading blocks from {location} did not succeed; load a checkpoint that is whole"
         counts: dict[str, int] = {}
-        incomplete = {id(table) for table, _ in plan.values() if table.unusable is not None}
+        incomplete = {id(table) for table, _ in plan.values() if table._unusable is not None}
         with (
             LoadingTables([table for table, _ in plan.values()], reason),
             BoundedExecutor(self.parallel, "embcache-blocks") as pool,
@@ -191,10 +191,10 @@ class BlockLoader:
             for table, sources in plan.values():
                 if id(table) in incomplete:
                     check_not_own_save(table, "load")
-                    table.native.clear()
-                if len(sources) == 1 and table.stats().rows == 0 and sources[0][0].key != table.native.key:
-                    table.adopt(table.total_num_buckets, sources[0][0].key)
-            counters = {to: table.native.counters() for to, (table, _) in plan.items()}
+                    table._native_table.clear()
+                if len(sources) == 1 and table.stats().rows == 0 and sources[0][0].key != table._native_table.key:
+                    table._adopt(table.total_num_buckets, sources[0][0].key)
+            counters = {to: table._native_table.counters() for to, (table, _) in plan.items()}
             for to, (table, sources) in plan.items():
                 into = _TableLoad(table, counters[to].step, counters[to].epoch, with_slots=self.slots)
                 counts[to] = sum(into.load(source, slots, pool) for source, slots in sources)
@@ -247,7 +247,7 @@ def _find_differences(
     return sorted(set(missing)), sorted((saved.tables.keys() | saved.tensors.keys()) - given)
 
 
-def _plan_tables(info: LoadInfo, tables: Mapping[str, TableShard], saved: RecisCheckpoint) -> _TableLoadPlans:
+def _plan_tables(info: LoadInfo, tables: Mapping[str, CacheTable], saved: RecisCheckpoint) -> _TableLoadPlans:
     """Returns the sources of the tables. Omits tables whose sources are all missing."""
     plan: _TableLoadPlans = {}
     for to, given in info.items():
@@ -257,7 +257,7 @@ def _plan_tables(info: LoadInfo, tables: Mapping[str, TableShard], saved: RecisC
     return plan
 
 
-def _check_optimizer(table: TableShard, source: RecisTableReader, location: str) -> None:
+def _check_optimizer(table: CacheTable, source: RecisTableReader, location: str) -> None:
     """Raises `MismatchError` if the checkpoint has slots that the table does not have."""
     left_out = [slot for slot in source.slots if slot not in table_columns(table)]
     if left_out:
@@ -269,7 +269,7 @@ def _check_optimizer(table: TableShard, source: RecisTableReader, location: str)
         )
 
 
-def _check_fits(table: TableShard, source: RecisTableReader, slots: list[str], location: str) -> None:
+def _check_fits(table: CacheTable, source: RecisTableReader, slots: list[str], location: str) -> None:
     mine = table_columns(table)
     for slot, entry in source.slots.items():
         if slot in slots and (entry.dtype, entry.shape) != (mine[slot].dtype, mine[slot].shape):
@@ -286,7 +286,7 @@ def _check_fits(table: TableShard, source: RecisTableReader, slots: list[str], l
 class _TableLoad:
     """A table being loaded, with its previous step and epoch."""
 
-    table: TableShard
+    table: CacheTable
     step: int
     epoch: int
     # Without the optimizer's slots the table keeps its step, which Adam's bias correction uses.
@@ -308,14 +308,14 @@ class _TableLoad:
                 count += import_next()
         while waiting:
             count += import_next()
-        table.native.set_step(max(self.step, source.step) if self.with_slots else self.step)
-        table.loaded_step = max(table.loaded_step, source.step)
-        table.native.set_epoch(max(self.epoch, source.epoch))
+        table._native_table.set_step(max(self.step, source.step) if self.with_slots else self.step)
+        table._loaded_step = max(table._loaded_step, source.step)
+        table._native_table.set_epoch(max(self.epoch, source.epoch))
         return count
 
     def _import(self, columns: dict[str, NDArray[Any]]) -> int:
         table, ids = self.table, columns[ID]
-        owned = table.owns(ids)
+        owned = table._owns(ids)
         if not owned.all():
             columns = {slot: column[owned] for slot, column in columns.items()}
             ids = columns[ID]
@@ -324,13 +324,15 @@ class _TableLoad:
         if columns.keys() >= table_columns(table).keys():
             rows = empty_rows(table, len(ids))
         else:
-            rows = rows_with_ids(ids, table.native.read_rows(ids, incomplete=True))
+            rows = rows_with_ids(ids, table._native_table.read_rows(ids, incomplete=True))
         into = row_columns(table, rows)
         for slot, column in columns.items():
             into[slot][...] = column
         for first in range(0, len(ids), CHUNK_ROWS):
             part = slice(first, first + CHUNK_ROWS)
-            table.native.import_rows(rows.ids[part], rows.vectors[part], rows.scalars[part], metadata_of(rows, part))
+            table._native_table.import_rows(
+                rows.ids[part], rows.vectors[part], rows.scalars[part], metadata_of(rows, part)
+            )
         return len(ids)
 
 

@@ -19,7 +19,7 @@ from torchrec_embcache._paths import CheckpointDirectory, check_path, open_to_sa
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.model._evict import sweep_before_save
-from torchrec_embcache.table._shard import TableShard
+from torchrec_embcache.table.cache_table import CacheTable
 
 from ._arguments import check_distinct_names, check_hashtables, check_tensors, table_names, tables_of
 from ._schema import DTYPES, ID, WriteBlock, table_columns
@@ -151,4 +151,4 @@ class BlockSaver:
 
 
 def _steps(blocks: list[WriteBlock]) -> dict[str, int]:
-    return {block.name: block.source.native.step() for block in blocks if isinstance(block.source, TableShard)}
+    return {block.name: block.source._native_table.step() for block in blocks if isinstance(block.source, CacheTable)}

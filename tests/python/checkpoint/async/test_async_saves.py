@@ -29,7 +29,6 @@ from torchrec_embcache._paths import open_to_save
 from torchrec_embcache.checkpoint import Progress, Saver, SaveReport, _background
 from torchrec_embcache.checkpoint._async import TableSnapshots
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, PathError, StateError, StorageError
-from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 
@@ -154,7 +153,7 @@ def test_saves_loads_and_closing_wait_for_the_one_under_way(root: Path, held: th
     calls = [
         note("save", lambda: Saver(0).save(bag, root)),
         note("save_async", lambda: Saver(0).save_async(other, root.parent / "elsewhere").result(SECONDS)),
-        note("close", shard_of(other.table).native.epoch),
+        note("close", other.table._native_table.epoch),
     ]
     calls[2].join(SECONDS)
     assert ended == [("close", False)], "the others wait"
@@ -237,7 +236,7 @@ def test_tables_that_could_not_all_be_held_keep_nothing_for_a_delta(root: Path) 
     directory = open_to_save(root, "strict")
     begun = _native.CheckpointSave(directory, 1)
     both = [
-        (shard_of(bag.table), _native.AsyncSaveTable(name, shard_of(bag.table).native, {}))
+        (bag.table, _native.AsyncSaveTable(name, bag.table._native_table, {}))
         for name, bag in (("one", one), ("two", two))
     ]
     first = TableSnapshots(directory, begun.name, SingleRank(), both[1:], 3)

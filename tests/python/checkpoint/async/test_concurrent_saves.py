@@ -20,7 +20,6 @@ from torchrec_embcache.checkpoint.recis import _writer
 from torchrec_embcache.exceptions import CorruptionError, PathError, StateError
 from torchrec_embcache.serialize import Loader
 from torchrec_embcache.serialize import Saver as BlockSaver
-from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 
@@ -80,7 +79,7 @@ def test_load_whose_checkpoint_is_replaced_takes_the_next(root: Path, monkeypatc
     saves.clear()
     with pytest.raises(PathError, match="there is no checkpoint .*keep="):
         Saver(0).load(other, root, checkpoint=report.checkpoint)
-    assert shard_of(other.table).unusable is None
+    assert other.table._unusable is None
 
 
 def save_again_and_again(say: Callable[[Any], None], path: str, times: int) -> None:
@@ -132,10 +131,10 @@ def test_unreadable_rows_under_a_block_load_poison_the_table(tmp_path: Path, mon
     def some_slots(info: Any) -> Any:
         return {to: {name: ["id", "embedding"] for name in sources} for to, sources in info.items()}
 
-    version = shard_of(bag.table).native.version()
+    version = bag.table._native_table.version()
     with pytest.raises(CorruptionError):
         Loader(str(tmp_path / "blocks"), {"item": bag}, filter_func=some_slots, strict=False).load()
-    assert shard_of(bag.table).native.version() != version, "rows were loaded before"
+    assert bag.table._native_table.version() != version, "rows were loaded before"
     with pytest.raises(StateError, match="did not succeed"):
         bag.read_rows(ids[:1])
     with pytest.raises(StateError, match="did not succeed"):

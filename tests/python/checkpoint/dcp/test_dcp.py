@@ -29,7 +29,6 @@ from torchrec_embcache.exceptions import (
     StoragePermissionError,
     UnsupportedError,
 )
-from torchrec_embcache.table.cache_table import shard_of
 
 # DCP gives this warning whenever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -141,7 +140,7 @@ def test_dense_and_tables_are_saved_and_loaded_together(tmp_path: Path) -> None:
     Saver(0).load(alone, tmp_path / "ckpt")
     assert sorted(alone.contents()) == rows(1)
     # Rows that are trained from now on count as modified since this checkpoint.
-    assert shard_of(model.tables["spread"]).native.epoch() == shard_of(loaded.tables["spread"]).native.epoch()
+    assert model.tables["spread"]._native_table.epoch() == loaded.tables["spread"]._native_table.epoch()
 
 
 def test_a_path_that_is_no_utf8_is_saved_to_and_loaded_from(tmp_path: Path) -> None:

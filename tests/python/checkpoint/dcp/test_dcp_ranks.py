@@ -30,7 +30,6 @@ from dcp_cases import IDS, Model, held, load, rows, save
 from processes import World
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, _native
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.table.cache_table import shard_of
 
 ROWS, COLUMNS = 13, 9
 # The ways to spread a tensor over ranks. The state has one tensor of each, and loads put each into the others.
@@ -388,7 +387,7 @@ def asynchronous(rank: int, size: int, path: str) -> None:
     # If one rank cannot stage something, the save fails on both.
     held_back = _native.CheckpointPart(_native.CheckpointDirectory.open_to_save(path, "basic"), rank, 0)
     if rank == 1:
-        held_back.snapshot_tables([_native.AsyncSaveTable("", shard_of(model.tables["spread"]).native, {})], 9)
+        held_back.snapshot_tables([_native.AsyncSaveTable("", model.tables["spread"]._native_table, {})], 9)
     future = dcp.async_save(state, storage_writer=writer, process_group=group)
     with pytest.raises(CheckpointException, match="is being saved beside training"):
         future.result()

@@ -14,7 +14,6 @@ from tables import ssd_tiers
 from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction
 from torchrec_embcache.checkpoint import Progress, saver
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 
@@ -54,8 +53,8 @@ def test_unloadable_delta_is_saved_in_full_with_a_warning(root: Path, caplog: py
     report = Saver(0).save(saved, root)
     train(other, range(40))
     # An error in the bookkeeping: the table says that it descends from the checkpoint, and does not have most of its rows.
-    native = shard_of(other.table).native
-    (ancestor,) = shard_of(saved.table).native.base_checkpoints()
+    native = other.table._native_table
+    (ancestor,) = saved.table._native_table.base_checkpoints()
     native.set_epoch(ancestor.next_epoch)
     native.record_base(ancestor)
     train(other, range(4))
@@ -78,13 +77,13 @@ def test_rows_that_left_do_not_keep_a_save_from_being_a_delta(root: Path) -> Non
         bag.remove_rows(torch.tensor([first]))
         Saver(0).save(bag, root, incremental=True)
         if first:
-            (*_, ancestor) = shard_of(bag.table).native.base_checkpoints()
-            assert shard_of(bag.table).native.count_changes(ancestor).tombstones == 0
+            (*_, ancestor) = bag.table._native_table.base_checkpoints()
+            assert bag.table._native_table.count_changes(ancestor).tombstones == 0
     train(bag, range(80, 88))
     bag.remove_rows(torch.tensor([80, 81]))
-    (*_, ancestor) = shard_of(bag.table).native.base_checkpoints()
+    (*_, ancestor) = bag.table._native_table.base_checkpoints()
     evict(bag)
-    counts = shard_of(bag.table).native.count_changes(ancestor)
+    counts = bag.table._native_table.count_changes(ancestor)
     assert (counts.rows, counts.tombstones, counts.swept, counts.expiring) == (len(bag), 2 + 7, 0, 0), (
         "rows of the last four are listed"
     )

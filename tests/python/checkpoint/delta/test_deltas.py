@@ -16,7 +16,6 @@ from tables import bucket_of
 from torchrec_embcache import TierBudgets, _native, initializers, optimizers
 from torchrec_embcache.checkpoint import LoadReport, Progress, Saver
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, MismatchError, PathError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 
@@ -136,7 +135,7 @@ def test_a_flush_keeps_what_a_delta_needs(root: Path, tmp_path: Path) -> None:
     train(bag, 1, seed=3)
     Saver(0).save(bag, root, incremental=True)
     newest = rows(bag)
-    shard_of(bag.table).native.close()  # like a kill: the flush before the last save is resumed
+    bag.table._native_table.close()  # like a kill: the flush before the last save is resumed
     with make_bag(**settings) as bag:
         report = Saver(0).save(bag, root, incremental=True)
         assert report.kind == "full", "what the newest has is not known here"

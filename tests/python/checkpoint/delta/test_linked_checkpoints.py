@@ -5,6 +5,7 @@ converted for others.
 import logging
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from saver_rank_cases import IDS, Shards
 from torchrec_embcache import EmbCacheStorageReader, TierBudgets, optimizers, serialize
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # the fixture
 
@@ -81,7 +81,7 @@ def test_linked_restart_is_bit_for_bit_and_rewrites_no_row(
     assert set(links(tmp_path / "restarted")) <= {2, 3}
     straight = make_bag(optimizer=optimizer)
     train(straight, 10)
-    shard_of(straight.table).native.set_epoch(shard_of(other.table).native.epoch())
+    straight.table._native_table.set_epoch(other.table._native_table.epoch())
     for module in (straight, other):
         train(module, 10, seed=1, ids=200)
     assert rows(other) == rows(straight)
@@ -271,7 +271,8 @@ class OnSsd(Shards):
     def __init__(self, rank: int, size: int, place: str) -> None:
         super().__init__(rank, size)
         for table in self._tables.values():
-            shard_of(table).tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="4MiB", ssd_dir=place)
+            tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="4MiB", ssd_dir=place)
+            table._settings = replace(table._settings, tiers=tiers)
 
 
 def save_and_restart(rank: int, size: int, path: str, place: str) -> list[Any]:
@@ -310,7 +311,7 @@ def test_failed_linked_load_poisons_tables_until_one_succeeds(
     (tmp_path / "other").mkdir()
     other = make_bag(tiers=tiers("ssd", tmp_path / "other"))
     train(other, seed=4)
-    adopt = type(shard_of(other.table)).adopt
+    adopt = type(other.table)._adopt
 
     def fail(self: Any, *given: Any) -> bool:
         path = segments(root)[0]
@@ -321,7 +322,7 @@ def test_failed_linked_load_poisons_tables_until_one_succeeds(
             path.with_suffix(".away").rename(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(shard_of(other.table)), "adopt", fail)
+        patch.setattr(type(other.table), "_adopt", fail)
         with pytest.raises(Exception, match="seg"):
             Saver(0).load(other, root)
     with pytest.raises(StateError, match="load one that is whole"):

@@ -32,7 +32,7 @@ from torchrec_embcache.exceptions import (
 )
 from torchrec_embcache.model import CacheModule
 from torchrec_embcache.serialize import Loader, LoadInfo, Saver, WriteBlock
-from torchrec_embcache.table.cache_table import CacheTable, shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = ["path"]  # fixtures
 
@@ -60,7 +60,7 @@ def rows_of(*tables: CacheTable) -> dict[int, tuple[bytes, ...]]:
     """Every bit of every row of the shards of a table."""
     found: dict[int, tuple[bytes, ...]] = {}
     for table in tables:
-        for rows in shard_of(table).native.export(50):
+        for rows in table._native_table.export(50):
             known = rows.metadata
             columns = (rows.vectors, rows.scalars, known.count, known.last_step, known.score, known.modified_epoch)
             for n, row_id in enumerate(rows.ids.tolist()):
@@ -419,7 +419,7 @@ def test_until_every_shard_has_saved_the_checkpoint_before_is_loaded(path: Path)
     shards = [rank_shard(rank, 2) for rank in range(2)]
     for shard in shards:
         Loader(str(path), {"item": shard}).load()
-        shard_of(shard).native.set_step(99)
+        shard._native_table.set_step(99)
     Saver(1, 2, path=str(path), hashtables={"item": shards[1]}).save()
     between = make_bag()
     Loader(str(path), {"item": between}).load()
@@ -435,7 +435,7 @@ def test_killed_shard_does_not_complete_its_save_with_later_rows(path: Path) -> 
     shards = [rank_shard(rank, 2) for rank in range(2)]
     Saver(0, 2, path=str(path), hashtables={"item": shards[0]}).save()  # shard 1 was killed here
     for shard in shards:
-        shard_of(shard).native.set_step(7)
+        shard._native_table.set_step(7)
     Saver(1, 2, path=str(path), hashtables={"item": shards[1]}).save()
     with pytest.raises(PathError, match="no RecIS-format checkpoint"):
         Loader(str(path), {"item": make_bag()}).load()

@@ -18,7 +18,6 @@ from tables import bucket_of
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, _native, cache_modules, optimizers
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, MismatchError, PathError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 __all__ = ["root"]  # fixtures
 
@@ -154,12 +153,12 @@ def test_the_number_of_buckets_and_the_key_come_from_the_file(tmp_path: Path, ro
     train(saved)
     Saver(0).save(saved, root)
     loaded = make_bag(total_num_buckets=4093, tiers=tiered(tmp_path, "ssd", host_bytes="64KiB"))
-    shard_of(loaded.table).key = 12345  # as if the table had been made under another name
+    loaded.table._key = 12345  # as if the table had been made under another name
     train(loaded)
     Saver(0).load(loaded, root)
     assert rows(loaded) == rows(saved)
     assert (loaded.table.total_num_buckets, loaded.table.buckets) == (5, (0, 5))
-    assert shard_of(loaded.table).native.key == shard_of(saved.table).native.key
+    assert loaded.table._native_table.key == saved.table._native_table.key
     train(saved, seed=2)
     train(loaded, seed=2)
     assert {row_id: row[:2] for row_id, row in rows(loaded).items()} == {
@@ -196,7 +195,7 @@ def test_rows_trained_after_a_save_carry_a_newer_epoch(root: Path) -> None:
     assert after[0] > after[1]
     loaded = make_bag()
     Saver(0).load(loaded, root)
-    assert shard_of(loaded.table).native.epoch() == shard_of(bag.table).native.epoch()
+    assert loaded.table._native_table.epoch() == bag.table._native_table.epoch()
 
 
 # ---- what does not fit
@@ -408,7 +407,7 @@ def test_the_manifest_says_what_a_table_is(root: Path) -> None:
         5,
         7,
     )
-    assert spec["key"] == shard_of(bag.table).native.key
+    assert spec["key"] == bag.table._native_table.key
     assert spec["initializer"] == {"name": "uniform", "low": -1.0, "high": 1.0}
     assert spec["optimizer"] == {
         "name": "adam",

@@ -12,7 +12,6 @@ from processes import World
 from saver_rank_cases import BUCKETS, IDS, Shards, weights_of
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 EXPECTED = sorted(
     (name, row_id, weights_of(torch.tensor([row_id]))[0].tolist(), float(torch.tensor(row_id).to(torch.float32)))
@@ -77,7 +76,7 @@ def refusals(rank: int, size: int, path: str, damaged: str) -> None:
     shards.fill(IDS[:3])  # type: ignore[operator]
     before = shards.contents()  # type: ignore[operator]
     if rank == 1:
-        shard_of(shards.tables["spread"]).native.set_step(9)  # type: ignore[index, union-attr]
+        shards.tables["spread"]._native_table.set_step(9)  # type: ignore[index, union-attr]
     with pytest.raises(StateError, match="different settings or steps"):
         Saver().save(model, path)
     assert shards.contents() == before  # type: ignore[operator]

@@ -17,7 +17,6 @@ from torchrec_embcache import (
     admission,
     cache_modules,
 )
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import Model, Settings, batches, sharded
 
 #: Memory for four ids in each of two generations, of a table with one bucket.
@@ -121,15 +120,15 @@ def _rebucketed(_rank: int, _world: int) -> tuple[int, int, set[int]]:
     apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.1})
     model.bags.sync_optimizers()
     for table in model.bags.tables.values():
-        shard = shard_of(table)
-        assert shard.adopt(13, shard.key), "as a load of such a checkpoint does"
+        shard = table
+        assert shard._adopt(13, shard._key), "as a load of such a checkpoint does"
     for batch in batches(3):
         loss, _ = model(batch)
         loss.backward()
     before = [table.stats().admission for table in model.bags.tables.values()]
     tables = cache_modules(sharded(model))["bags"].tables.values()
     after = [table.stats().admission for table in tables]
-    buckets = {shard_of(table).total_num_buckets for table in tables}
+    buckets = {table.total_num_buckets for table in tables}
     return sum(stats.pending for stats in before), sum(stats.pending for stats in after), buckets
 
 

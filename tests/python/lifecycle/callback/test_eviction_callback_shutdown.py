@@ -24,7 +24,6 @@ from torchrec_embcache import EmbCacheEmbedding, EvictedRows, optimizers
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import EvictionHookError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 # Long enough for any machine. It only keeps a hang from lasting for ever.
 MOST_S = 600
@@ -144,7 +143,7 @@ def test_interrupted_close_leaves_the_table_delivering_or_closed():
         table, hook = made()
         at, error = stopped(table.close, stop_at)
         assert is_interrupt(error), (at.stopped_at, error)
-        native = shard_of(table.table).native
+        native = table.table._native_table
         was_open.add(not native.is_closed())
         if native.is_closed():
             table.close()
@@ -222,8 +221,8 @@ def drop_amid_another_optimizer(say: Callable[[Any], None]) -> None:
     assert hook.began.wait(MOST_S)
     table.remove_rows([3])
     # The core's table is closed, and the next one is opened at the next use, which does not come.
-    shard_of(table.table).optimizer = optimizers.SGD(lr=0.1)
-    assert shard_of(table.table).native_or_none is None
+    table.table.optimizer = optimizers.SGD(lr=0.1)
+    assert table.table._native_or_none is None
     del table
     gc.collect()
     hook.gate.set()
@@ -238,7 +237,6 @@ def test_table_dropped_while_core_is_empty_delivers_and_exits():
 FORKED = """
 import os, sys, threading, torch
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, optimizers
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_embcache.exceptions import StateError
 fails, end = sys.argv[1] == "fails", sys.argv[2]
 gate, began, parent = threading.Event(), threading.Event(), os.getpid()
@@ -258,7 +256,7 @@ def train(table, ids):
 table = table_of("parent")
 train(table, [0, 1])
 assert began.wait(60)
-while fails and not shard_of(table.table).evict_notifier._errors:
+while fails and not table.table._evict_notifier._errors:
     pass
 if not fails:
     train(table, [2])
@@ -374,9 +372,9 @@ def test_a_table_that_is_closed_and_dropped_is_freed_at_once(how: str):
     if how == "hook that raises":
         with pytest.raises(EvictionHookError):
             train_until_told(table)
-    shard = weakref.ref(shard_of(table.table))
-    native = shard_of(table.table).native
-    queue_of = weakref.ref(shard_of(table.table).evict_notifier)
+    shard = weakref.ref(table.table)
+    native = table.table._native_table
+    queue_of = weakref.ref(table.table._evict_notifier)
     gc.collect()
     gc.disable()
     try:
@@ -419,5 +417,5 @@ def test_queues_that_were_told_go_with_the_next_load(tmp_path: Path):
         table.optimizer = other if turn % 2 else optimizers.SGD(lr=0.1)
         Saver(0).load(table, tmp_path, slots=False)
     hook.told(4)
-    assert len(shard_of(table.table).evict_notifier._sources) <= 2
+    assert len(table.table._evict_notifier._sources) <= 2
     table.close()

@@ -24,7 +24,7 @@ from torchrec_embcache.exceptions import ConfigError, StateError, StorageError
 from torchrec_embcache.initializers import Constant
 from torchrec_embcache.model._evict import sweep_before_save
 from torchrec_embcache.optimizers import SGD
-from torchrec_embcache.table.cache_table import CacheTable, shard_of
+from torchrec_embcache.table.cache_table import CacheTable
 from torchrec_models import (
     MIXED,
     ROW_WISE,
@@ -224,10 +224,10 @@ def test_lone_shard_of_an_agreed_rule_is_not_saved_alone():
         rank=0,
         world_size=2,
     )
-    shard = shard_of(table)
-    ids = np.arange(20)[shard.owns(np.arange(20))]
+    shard = table
+    ids = np.arange(20)[shard._owns(np.arange(20))]
     table.import_rows(ids, np.ones((len(ids), 2), np.float32))
-    shard.native.set_step(9)
+    shard._native_table.set_step(9)
     for sweep in (table.evict, lambda: sweep_before_save({"item": shard}, SingleRank())):
         with pytest.raises(StateError, match="shared by 2 ranks"):
             sweep()

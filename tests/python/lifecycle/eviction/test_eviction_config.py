@@ -25,7 +25,6 @@ from torchrec_embcache import (
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.table._lifecycle import LifecycleConfig
-from torchrec_embcache.table.cache_table import shard_of
 
 TIERS = TierBudgets(host_bytes="1MiB")
 POLICY = Policy([Ttl(steps=9), L2Norm(below=0.5)], every_steps=4)
@@ -266,7 +265,7 @@ def test_every_kind_of_module_hands_the_policy_to_its_tables(monkeypatch):
     for module in modules:
         (made,) = module.tables.values()
         assert made.eviction == POLICY
-        assert shard_of(made).settings.lifecycle == LifecycleConfig(eviction=POLICY)
+        assert made._settings.lifecycle == LifecycleConfig(eviction=POLICY)
         assert repr(POLICY) in repr(module)
     for kind in (EmbCacheEmbedding, EmbCacheEmbeddingBag):
         monkeypatch.setattr(kind, "import_rows", lambda *_given: None)

@@ -13,7 +13,6 @@ from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
 from torchrec_embcache.exceptions import InputError, StateError, StorageError
 from torchrec_embcache.model import _evict
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, ROW_WISE, TABLE_WISE, Model, Settings, assert_same_rows, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
@@ -130,10 +129,10 @@ def refused(rank: int, world: int, what: str, path: str) -> Any:
     policy = Policy([Ttl(steps=2)])
     model = sharded(Model(Settings(options={"eviction": policy})), ROW_WISE, {"learning_rate": 0.1})
     train_model(model, batches(3, rank, world))
-    tables = [shard_of(table) for module in cache_modules(model).values() for table in module.tables.values()]
+    tables = [table for module in cache_modules(model).values() for table in module.tables.values()]
     before, sweep_together = rows_of(model), _evict.sweep_prepared
     if rank == 1 and what == "steps":
-        tables[0].native.set_step(9)
+        tables[0]._native_table.set_step(9)
     if rank == 1 and what == "fails":
 
         def fail(_tables: object, _rules: object) -> None:
@@ -148,7 +147,7 @@ def refused(rank: int, world: int, what: str, path: str) -> Any:
             said.append(f"{type(error).__name__}: {error}")
     _evict.sweep_prepared = sweep_together
     if what == "steps" and rank == 1:
-        tables[0].native.set_step(3)
+        tables[0]._native_table.set_step(3)
     unchanged = rows_of(model) == before
     evict(model)
     train_model(model, batches(2, rank, world))

@@ -40,7 +40,6 @@ from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import StorageError
 from torchrec_embcache.model import _evict
-from torchrec_embcache.table.cache_table import shard_of
 
 AT_SAVES = Policy([Ttl(steps=4), L2Norm(below=0.4)])
 
@@ -206,7 +205,7 @@ def test_what_is_not_trained_is_saved_as_it_is(tmp_path):
     first, second = collection(), collection(eviction=Policy([L2Norm(below=1e9)]))
     apply_optimizer_in_backward(torch.optim.SGD, first.parameters(), {"lr": 0.1})
     first.sync_optimizers()
-    shard_of(first.tables["s"]).native.set_step(5)
+    first.tables["s"]._native_table.set_step(5)
     first.tables["s"].import_rows([1, 2, 3], torch.ones(3, DIM))
     Saver(0).save(first, tmp_path / "trained")
     Saver(0).load(second.eval(), tmp_path / "trained", slots=False)
@@ -301,7 +300,7 @@ def test_a_resume_has_the_rows_of_the_flush(tmp_path, flushed):
         if flushed == "after":
             table.flush()
         if flushed != "closed":
-            shard_of(table.table).set_unflushable()
+            table.table._set_unflushable()
     with made("resume") as table:
         assert Contents.of(table) == expected
         if flushed == "before":

@@ -16,7 +16,6 @@ from torchrec_embcache.eviction import _select
 from torchrec_embcache.eviction._inputs import SweepInputs, gather_single_rank
 from torchrec_embcache.eviction._select import RankKey, TableRowCounts, find_thresholds
 from torchrec_embcache.exceptions import ConfigError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 
 STEP = 40
 # (score, last step) by id.
@@ -26,7 +25,7 @@ Known = dict[int, tuple[float, int]]
 def filled(known: Known, *, step: int = STEP, **settings: Any) -> EmbCacheEmbedding:
     """A table at a step, with rows of which so much is known."""
     table = embedding(score_half_life_steps=HALF_LIFE, **settings)
-    native = shard_of(table.table).native
+    native = table.table._native_table
     native.set_step(step)
     put(table, known)
     return table
@@ -60,7 +59,7 @@ def in_order(known: Known) -> list[int]:
 
 
 def agreement(table: EmbCacheEmbedding) -> SweepInputs:
-    return SweepInputs(STEP, shard_of(table.table).native, gather_single_rank)
+    return SweepInputs(STEP, table.table._native_table, gather_single_rank)
 
 
 def ids_of(standings: Sequence[RankKey | None]) -> list[int | None]:
@@ -117,7 +116,7 @@ def test_rows_that_differ_in_their_ids_alone_take_few_passes(monkeypatch):
         rounds.append(1)
         return [work()]
 
-    on = SweepInputs(STEP, shard_of(table.table).native, counting)
+    on = SweepInputs(STEP, table.table._native_table, counting)
     assert ids_of(find_thresholds(on, exactly([1, 777, 4999]))) == [1, 777, 4999]
     # How many rows there are; how far they differ, in two calls; then they are told apart, in two calls again.
     assert len(rounds) == 5
@@ -159,14 +158,14 @@ def test_a_table_that_changes_between_two_passes_is_counted_anew(monkeypatch):
         next(changes, lambda: None)()
         return [work()]
 
-    on = SweepInputs(STEP, shard_of(table.table).native, changing)
+    on = SweepInputs(STEP, table.table._native_table, changing)
     # The first pass finds them all in one part. 0 and 200 have the same score and step.
     assert ids_of(find_thresholds(on, exactly([1, 2, 6, 7]))) == [200, 1, 6, 7]
     assert next(changes, None) is None
 
     added = iter(range(100))
     always = SweepInputs(
-        STEP, shard_of(table.table).native, lambda work: [(put(table, {1000 + next(added): (1.0, 0)}), work())[1]]
+        STEP, table.table._native_table, lambda work: [(put(table, {1000 + next(added): (1.0, 0)}), work())[1]]
     )
     with pytest.raises(
         StateError, match="a table changed 16 times while its rows were counted for a sweep after step 40"
@@ -196,7 +195,7 @@ def cut_by(rank: int, world: int, known: Known, counts: list[int], listed: int) 
         rounds += 1
         return gather_results(work)
 
-    native = None if table is None else shard_of(table.table).native
+    native = None if table is None else table.table._native_table
     try:
         return find_thresholds(SweepInputs(STEP, native, together), exactly(counts)), rounds
     finally:
@@ -222,10 +221,10 @@ def failing(rank: int, world: int) -> list[str]:
     said = []
     for step in (STEP, STEP + 1):
         try:
-            find_thresholds(SweepInputs(step, shard_of(table.table).native, gather_results), exactly([4]))
+            find_thresholds(SweepInputs(step, table.table._native_table, gather_results), exactly([4]))
         except StateError as error:
             said.append(str(error))
-    shard_of(table.table).native.set_step(STEP)
+    table.table._native_table.set_step(STEP)
 
     def refuse(rows: TableRowCounts) -> int:
         if rows.newest:
@@ -233,7 +232,7 @@ def failing(rank: int, world: int) -> list[str]:
         return 1
 
     try:
-        find_thresholds(SweepInputs(STEP, shard_of(table.table).native, gather_results), [refuse])
+        find_thresholds(SweepInputs(STEP, table.table._native_table, gather_results), [refuse])
     except ConfigError as error:
         said.append(str(error))
     return said

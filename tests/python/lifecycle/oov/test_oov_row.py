@@ -143,7 +143,7 @@ def test_every_optimizer_trains_it_as_it_trains_a_row(backend, kind):
         update(want)
         rows = other.read_rows([STAND_IN])
         slots = [slot[0].reshape(-1) for slot in rows.slots.values()]
-        state = torch.from_numpy(made.table._shard.native.oov_row())
+        state = torch.from_numpy(made.table._native_table.oov_row())
         torch.testing.assert_close(state, torch.cat([rows.weights[0], *slots]))
     assert len(made) == 6
 
@@ -186,7 +186,7 @@ def test_sums_are_exact_and_the_same_in_torch_and_in_the_core():
     rows[7, 0], rows[8, 1] = float("nan"), float("-inf")
     rows[9] = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3.4e38])
     with bag(embedding_dim=5, mode="sum", **{**SHARED, "admission": admission.ReadOnly()}) as table:
-        group = LookupGroup([table.table._shard], [0], lambda: table.optimizer.param_groups)
+        group = LookupGroup([table.table], [0], lambda: table.optimizer.param_groups)
         ids = np.arange(300)
         planned = group.plan(IdBatch(ids, np.array([0, len(ids)]), None), train=True)
         planned.wait()
@@ -335,7 +335,7 @@ def test_a_resume_finds_it(tmp_path):
         flushed = state_of(table)
         some(2, 5, table)
         assert state_of(table) != flushed
-        table.table._shard.close_unflushed()
+        table.table._close_unflushed()
     with made("resume") as table:
         assert state_of(table) == flushed
 
@@ -381,7 +381,7 @@ def test_a_load_without_slots_keeps_its_weights(tmp_path):
     some(1, 20, made)
     Saver(0).save(made, tmp_path)
     Saver(0).load(other, tmp_path, slots=False)
-    state = other.table._shard.native.oov_row()
+    state = other.table._native_table.oov_row()
     assert state[:DIM].tolist() == made.table.oov_row().tolist()
     assert not state[DIM:].any()
 
@@ -444,4 +444,4 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
     with pytest.raises(StateError, match="not_admitted"):
         embedding().table.oov_row()
     with pytest.raises(InputError, match="has 5 values, not 3"):
-        embedding(**SHARED).table._shard.native.set_oov_row(np.zeros(3, np.float32))
+        embedding(**SHARED).table._native_table.set_oov_row(np.zeros(3, np.float32))

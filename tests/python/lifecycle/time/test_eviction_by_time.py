@@ -28,7 +28,6 @@ from torchrec_embcache import TierBudgets, cache_modules, evict, set_time
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import All, Policy, Score, Ttl
 from torchrec_embcache.exceptions import InputError, StateError
-from torchrec_embcache.table.cache_table import shard_of
 from torchrec_models import MIXED, ROW_WISE, Model, Settings, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
@@ -188,7 +187,7 @@ def test_the_steps_of_a_checkpoint_without_times_count_as_of_the_next(tmp_path):
 
 def test_set_time_expires_rows_trained_under_system_time():
     table = embedding(eviction=Policy([Ttl(seconds=3600)]))
-    native = shard_of(table.table).native
+    native = table.table._native_table
     before = native.now() / 1000
     update(table(torch.tensor([1, 2])))
     now = native.now() / 1000
@@ -213,7 +212,7 @@ def test_thousandths_of_times_and_of_a_time_to_live_count(seconds):
     table.evict()
     assert len(table) == 1
     table.set_time(seconds)
-    assert shard_of(table.table).native.now() == round(seconds * 1000)
+    assert table.table._native_table.now() == round(seconds * 1000)
     table.evict()
     assert len(table) == 0
 
