@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from torchrec_embcache._dist.collective import all_gather, world_size
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 
 from .diagnostics import SsdTableInfo
@@ -241,7 +241,7 @@ def flush_at_exit() -> None:
 
 
 def _is_multi_rank(table: TrackedTable) -> bool:
-    return table._is_multi_rank or world_size() > 1
+    return table._is_multi_rank or all_ranks().world_size > 1
 
 
 def _warn_multi_rank(tables: Sequence[TrackedTable]) -> None:
@@ -274,7 +274,7 @@ class FlushSchedule:
         given = [interval for interval in intervals if interval is not None]
         self._steps = min((interval for interval in given if isinstance(interval, int)), default=None)
         self._seconds = min((interval for interval in given if isinstance(interval, float)), default=None)
-        self.collective = collective and world_size() > 1
+        self.collective = collective and all_ranks().world_size > 1
         self._active = bool(given)
         self.restart()
         if self._active:
@@ -305,7 +305,7 @@ class FlushSchedule:
             return due
         left = max(self._seconds - passed, 0.0)
         ask_at = self._count + max(1, int(self._count * left / max(passed, 1e-9) / 2))
-        due, self._next_check = all_gather((due, min(ask_at, 2 * self._count + 1)))[0]
+        due, self._next_check = all_ranks().all_gather((due, min(ask_at, 2 * self._count + 1)))[0]
         return due
 
     def _flush(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol, TypeVar
 
-from torchrec_embcache._dist.collective import all_gather, rank, run_on_all_ranks
+from torchrec_embcache._dist.ranks import Ranks, SingleRank, all_ranks
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.exceptions import EmbCacheWarning
 
@@ -67,9 +67,7 @@ def flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool = False)
 def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> None:
     """Implements `flush_tables`. The caller holds `flush_lock` of each table."""
     began = time.monotonic()
-    gather: Callable[[T], list[T]] = _values_of_single_rank if single_rank else all_gather
-    agree: Callable[[Callable[[], T]], T] = _run_single_rank if single_rank else run_on_all_ranks
-    me = 0 if single_rank else rank()
+    ranks: Ranks = SingleRank() if single_rank else all_ranks()
     published: list[int] = []
     known: list[int] = []
 
@@ -83,13 +81,13 @@ def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> Non
             known.extend(table._known_commit_ids())
         known.extend(commit.commit_ids_of_roots(commit_roots()))
 
-    agree(read_known_ids)
+    ranks.run(read_known_ids)
     # Read again: if two ranks name a new root at the same time, both then see both names, and agree.
-    everyone = gather(agree(commit_roots))
-    commit_id = commit.new_commit_id(commit_id for commit_ids in gather(known) for commit_id in commit_ids)
+    everyone = ranks.gather(commit_roots)
+    commit_id = commit.new_commit_id(commit_id for commit_ids in ranks.all_gather(known) for commit_id in commit_ids)
     # Each rank's commit id is a random step ahead. All ranks take the largest.
-    commit_id = max(gather(commit_id))
-    marks = agree(lambda: commit.commit_participants(me, everyone))
+    commit_id = max(ranks.all_gather(commit_id))
+    marks = ranks.run(lambda: commit.commit_participants(ranks.rank, everyone))
 
     def for_each(work: Callable[[T], object], of: Iterable[T]) -> None:
         """Calls `work` for each of `of`. No rank continues before all have finished."""
@@ -98,12 +96,14 @@ def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> Non
             for one in of:
                 work(one)
 
-        agree(all_of_them)
+        ranks.run(all_of_them)
 
-    coordinators = {mark.coordinator for others in gather(marks) for mark in others}
+    coordinators = {mark.coordinator for others in ranks.all_gather(marks) for mark in others}
     if len(coordinators) > 1:
         # Collective, because a warning may be turned into an error.
-        agree(lambda: _warn_of_coordinators(sorted(root.path for root, _ in coordinators)) if me == 0 else None)
+        ranks.run(
+            lambda: _warn_of_coordinators(sorted(root.path for root, _ in coordinators)) if ranks.rank == 0 else None
+        )
     versions: list[int] = []
     for_each(lambda table: versions.append(table._flush_with_commit_id(commit_id)), tables)
     for_each(lambda mark: mark.prepare(commit_id), marks)
@@ -111,11 +111,10 @@ def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> Non
     for table, version in zip(tables, versions, strict=True):
         table._mark_flushed(version, by_all_ranks=not single_rank)
     for_each(lambda mark: mark.commit_as_participant(commit_id), marks)
-    mine = agree(lambda: [commit_id for table in tables for commit_id in table.commit_ids()])
-    kept = {commit_id for commit_ids in gather(mine) for commit_id in commit_ids}
-    old = {
-        commit_id for commit_ids in gather(published) for commit_id in commit_ids if commit.is_multi_table(commit_id)
-    } - kept
+    mine = ranks.run(lambda: [commit_id for table in tables for commit_id in table.commit_ids()])
+    kept = {commit_id for commit_ids in ranks.all_gather(mine) for commit_id in commit_ids}
+    everywhere = {commit_id for commit_ids in ranks.all_gather(published) for commit_id in commit_ids}
+    old = set(filter(commit.is_multi_table, everywhere - kept))
     for_each(lambda mark: mark.forget_commits(old), marks)
     if tables:
         _log.info(
@@ -133,11 +132,3 @@ def _warn_of_coordinators(roots: Sequence[str]) -> None:
         EmbCacheWarning,
         stacklevel=8,
     )
-
-
-def _values_of_single_rank(value: T) -> list[T]:
-    return [value]
-
-
-def _run_single_rank(work: Callable[[], T]) -> T:
-    return work()

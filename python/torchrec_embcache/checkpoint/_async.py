@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torchrec_embcache import _native
-from torchrec_embcache._dist.collective import RankGroup, run_on_all_ranks
-from torchrec_embcache._dist.ranks import GroupRanks, Ranks
+from torchrec_embcache._dist.ranks import Ranks
 from torchrec_embcache._paths import CheckpointDirectory
 from torchrec_embcache.model._names import display_name
 from torchrec_embcache.model._shards import numeric_hyperparameters
@@ -105,22 +104,22 @@ class AsyncSaveSession:
         self,
         plan: SavePlan,
         ranks: Ranks,
-        group: RankGroup,
+        save_ranks: Ranks,
         *,
         keep: int,
         progress: ProgressOption,
         max_bytes_per_second: int | None,
     ) -> None:
-        """`group`: process group of the writing thread."""
-        self._plan, self._group, self._rate = plan, group, max_bytes_per_second
+        """`save_ranks`: the ranks as the writing threads reach each other."""
+        self._plan, self._save_ranks, self._rate = plan, save_ranks, max_bytes_per_second
         self._session = SaveSession(plan.directory, ranks, keep=keep, parent=plan.parent)
-        self._tracker = run_on_all_ranks(lambda: ProgressTracker(progress, "save", plan.rows, show_bar=ranks.rank == 0))
+        self._tracker = ranks.run(lambda: ProgressTracker(progress, "save", plan.rows, show_bar=ranks.rank == 0))
         self._snapshots: TableSnapshots | None = None
 
     def take_snapshot(self) -> None:
         """Creates the checkpoint and takes a snapshot of the tables on every rank. Collective."""
         self._session.begin()
-        run_on_all_ranks(self._take_snapshot)
+        self._session.ranks.run(self._take_snapshot)
 
     def _take_snapshot(self) -> None:
         plan, session = self._plan, self._session
@@ -144,7 +143,7 @@ class AsyncSaveSession:
         """Writes the rows and publishes the checkpoint, or abandons it after an error. Called by the writing thread."""
         held, session = self._snapshots, self._session
         assert held is not None, "call take_snapshot() before"
-        session.ranks = GroupRanks(session.ranks, self._group)
+        session.ranks = self._save_ranks
         try:
             session.write(lambda: self._write(held))
             published = session.publish(self._plan.epoch)

@@ -14,11 +14,12 @@ from typing import Self, TypeVar
 import torch.distributed as dist
 
 from torchrec_embcache import _native
-from torchrec_embcache._dist.collective import RankGroup, is_distributed
+from torchrec_embcache._dist.collective import is_distributed
+from torchrec_embcache._dist.ranks import BackgroundRanks, Ranks, all_ranks
 from torchrec_embcache._saves_in_flight import SaveInFlight, wait_for_saves
 from torchrec_embcache.table.cache_table import CacheTable
 
-__all__ = ["AsyncSaveRunner", "save_group", "wait_for_saves"]
+__all__ = ["AsyncSaveRunner", "save_ranks", "wait_for_saves"]
 
 T = TypeVar("T")
 
@@ -103,21 +104,22 @@ def _running_future(future: Future[T]) -> Future[T]:
 
 # The default process group for which `_group` was created.
 _group_world: weakref.ref[dist.ProcessGroup] | None = None
-_group: RankGroup | None = None
+_group: BackgroundRanks | None = None
 
 
-def save_group() -> RankGroup:
-    """Returns a gloo group of all ranks for saves only; training collectives never wait for it. Created once. Collective."""
+def save_ranks() -> Ranks:
+    """Returns all ranks, in a gloo group for saves only; training collectives never wait for it. Created once. Collective."""
     global _group, _group_world
-    if not is_distributed():
-        return RankGroup(None)
+    ranks = all_ranks()
+    if ranks.world_size == 1:
+        return ranks
     world = dist.group.WORLD
     assert world is not None
     if _group is None or _group.is_broken or _group_world is None or _group_world() is not world:
         made = dist.new_group(backend="gloo")
         assert isinstance(made, dist.ProcessGroup)
         made.set_timeout(_MAX_SAVE_DURATION)
-        _group, _group_world = RankGroup(made), weakref.ref(world)
+        _group, _group_world = BackgroundRanks(made), weakref.ref(world)
     return _group
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
-from torchrec_embcache._dist.collective import rank, world_size
+from torchrec_embcache._dist.ranks import all_ranks
 
 from .reports import LoadReport, SaveReport
 
@@ -32,7 +32,7 @@ def log_report(call: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **more: P.kwargs) -> R:
         began = time.monotonic()
         result = call(*args, **more)
-        if rank() == 0:
+        if all_ranks().rank == 0:
             path = signature.bind(*args, **more).arguments["path"]
             if isinstance(result, Future):
                 result.add_done_callback(lambda done: _log_result(log, done, path, began))
@@ -84,6 +84,5 @@ def _saved_ranks_text(checkpoint: str) -> str:
         ranks = [int(found[1]) for name in os.listdir(checkpoint) if (found := _RANKS.fullmatch(name))]
     except OSError:  # the checkpoint was replaced since
         return ""
-    if not ranks or ranks[0] == world_size():
-        return ""
-    return f"; it was saved by {ranks[0]} ranks and is loaded by {world_size()}"
+    now = all_ranks().world_size
+    return f"; it was saved by {ranks[0]} ranks and is loaded by {now}" if ranks and ranks[0] != now else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchrec_embcache import _native
-from torchrec_embcache._dist.collective import all_gather, gather_results, run_on_all_ranks
+from torchrec_embcache._dist.ranks import Ranks
 from torchrec_embcache._paths import CheckpointDirectory
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import ConfigError, CorruptionError
@@ -87,24 +87,22 @@ class SavePlan:
 def plan_save(
     shards: list[ModuleShard],
     directory: CheckpointDirectory,
-    rank: int,
+    ranks: Ranks,
     *,
     incremental: bool,
     counters: bool = True,
     full_every: FullEvery = "auto",
 ) -> SavePlan:
     """Plans a save; logs the reason if a save that was to be a delta is full. Collective."""
-    epoch = max(gather_results(lambda: max((table._native_table.epoch() for _, _, table in shards), default=0))) + 1
+    epoch = max(ranks.gather(lambda: max((table._native_table.epoch() for _, _, table in shards), default=0))) + 1
     base, reason = None, None
     if incremental:
-        found, reason = all_gather(
-            run_on_all_ranks((lambda: _read_newest(directory)) if rank == 0 else (lambda: (None, None)))
-        )[0]
+        found, reason = ranks.gather(lambda: _read_newest(directory) if ranks.rank == 0 else (None, None))[0]
         if found is not None and (reason := found.chain.full_reason(full_every)) is not None:
             _log.info("%s is saved in full, so that its chain of deltas ends: %s", directory, reason)
         else:
             if found is not None:
-                base, reason = _find_base(shards, found, counters=counters)
+                base, reason = _find_base(shards, ranks, found, counters=counters)
             if reason is not None:
                 level = logging.INFO if reason == _NO_CHECKPOINT else logging.WARNING
                 _log.log(level, "%s is saved in full, not as a delta: %s", directory, reason)
@@ -172,17 +170,19 @@ def _read_newest(directory: CheckpointDirectory) -> tuple[_NewestInfo | None, st
     return _NewestInfo(found.id, found.merged, found.next_epoch, found.kind, tables, rows, chain), None
 
 
-def _find_base(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool) -> tuple[SaveBase | None, str | None]:
+def _find_base(
+    shards: list[ModuleShard], ranks: Ranks, newest: _NewestInfo, *, counters: bool
+) -> tuple[SaveBase | None, str | None]:
     """Returns the base of a delta of these tables on the latest checkpoint, or the reason why there is none. Collective."""
     name = newest.id.name
     if newest.kind == "linked":
         return None, f"{name} is a linked checkpoint (linked=True), and deltas build on others only"
     names = {(module_path, table.name) for module_path, _, table in shards}
-    everyone = set().union(*all_gather(names))
+    everyone = set().union(*ranks.all_gather(names))
     if everyone != newest.tables.keys():
         return None, f"{name} has other tables than the model"
 
-    if (differs := _counts_differ(shards, newest, counters=counters)) is not None:
+    if (differs := _counts_differ(shards, ranks, newest, counters=counters)) is not None:
         return None, differs
 
     def table_base(table: CacheTable) -> _native.BaseCheckpoint | None:
@@ -195,7 +195,7 @@ def _find_base(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool
         ancestors.update({(module_path, table.name): table_base(table) for module_path, _, table in shards})
         return sorted(pair for pair, one in ancestors.items() if one is None or one.next_epoch != newest.next_epoch)
 
-    unknown = [pair for pairs in gather_results(unknown_here) for pair in pairs]
+    unknown = [pair for pairs in ranks.gather(unknown_here) for pair in pairs]
     if unknown:
         return None, (
             f"what changed in table {display_name(unknown[0])} since {name} is not known: another run saved that, "
@@ -203,12 +203,12 @@ def _find_base(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool
             "while it was loaded"
         )
     base = SaveBase(newest.id, {pair: one for pair, one in ancestors.items() if one is not None})
-    if (differs := _sweeps_differ(shards, base)) is None:
-        differs = _rows_differ(shards, base, newest.rows)
+    if (differs := _sweeps_differ(shards, ranks, base)) is None:
+        differs = _rows_differ(shards, ranks, base, newest.rows)
     return (base, None) if differs is None else (None, differs)
 
 
-def _sweeps_differ(shards: list[ModuleShard], base: SaveBase) -> str | None:
+def _sweeps_differ(shards: list[ModuleShard], ranks: Ranks, base: SaveBase) -> str | None:
     """Returns a reason if a delta on `base` cannot record the sweeps since then, because ranks ran different ones. Collective.
 
     A delta contains one list of sweeps for all rows of a table. `table.evict()` on a single rank makes the lists differ, until the
@@ -222,7 +222,7 @@ def _sweeps_differ(shards: list[ModuleShard], base: SaveBase) -> str | None:
         }
 
     first: dict[TablePath, tuple[int, list[str]]] = {}
-    for rank, of_rank in enumerate(gather_results(sweeps)):
+    for rank, of_rank in enumerate(ranks.gather(sweeps)):
         for pair, made in of_rank.items():
             before, others = first.setdefault(pair, (rank, made))
             if made != others:
@@ -234,7 +234,7 @@ def _sweeps_differ(shards: list[ModuleShard], base: SaveBase) -> str | None:
     return None
 
 
-def _rows_differ(shards: list[ModuleShard], base: SaveBase, saved: dict[TablePath, int]) -> str | None:
+def _rows_differ(shards: list[ModuleShard], ranks: Ranks, base: SaveBase, saved: dict[TablePath, int]) -> str | None:
     """Returns a reason if a load of a delta on `base` would find other rows than the tables have. Collective.
 
     This should never happen: it prevents a bookkeeping error of a table from creating a chain that cannot be loaded. `saved` is the
@@ -247,7 +247,7 @@ def _rows_differ(shards: list[ModuleShard], base: SaveBase, saved: dict[TablePat
             for path, _, table in shards
         }
 
-    everyone = gather_results(counts)
+    everyone = ranks.gather(counts)
     for pair, before in sorted(saved.items()):
         of_ranks = [counted[pair] for counted in everyone if pair in counted]
         rows, doomed = sum(one.rows for one in of_ranks), sum(one.expiring for one in of_ranks)
@@ -267,7 +267,7 @@ def _rows_differ(shards: list[ModuleShard], base: SaveBase, saved: dict[TablePat
     return None
 
 
-def _counts_differ(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool) -> str | None:
+def _counts_differ(shards: list[ModuleShard], ranks: Ranks, newest: _NewestInfo, *, counters: bool) -> str | None:
     """Returns a reason if a delta with counts, or without, cannot be based on the latest checkpoint. Collective.
 
     A load combines the counts of a chain; a delta has only those of ids that occurred since its parent. With a parent without
@@ -275,7 +275,7 @@ def _counts_differ(shards: list[ModuleShard], newest: _NewestInfo, *, counters: 
     """
     pairs = [(path, table.name) for path, _, table in shards if table._settings.lifecycle.counts_ids]
     differ = sorted(pair for pair in pairs if newest.tables[pair] != counters)
-    everywhere = [pair for found in all_gather(differ) for pair in found]
+    everywhere = [pair for found in ranks.all_gather(differ) for pair in found]
     if not everywhere:
         return None
     of = f"of the ids that wait for rows in table {display_name(everywhere[0])}"

@@ -20,8 +20,8 @@ from dataclasses import asdict
 import torch.distributed as dist
 from torch import nn
 
-from torchrec_embcache._dist.collective import agree_on_arguments, is_distributed, run_on_all_ranks
-from torchrec_embcache._dist.ranks import AllRanks
+from torchrec_embcache._dist.collective import is_distributed
+from torchrec_embcache._dist.ranks import Ranks, all_ranks
 from torchrec_embcache._paths import CheckpointDirectory, PathChecks, open_to_load, open_to_save
 from torchrec_embcache._saves_in_flight import wait_for_saves_to
 from torchrec_embcache.config import check_choice, check_int, parse_bytes
@@ -30,7 +30,7 @@ from torchrec_embcache.model._evict import sweep_before_save, tables_by_name
 from torchrec_embcache.model._shards import same_path_on_all_ranks, shards_to_save, shards_when_idle
 
 from ._async import AsyncSaveSession
-from ._background import AsyncSaveRunner, save_group, wait_for_saves
+from ._background import AsyncSaveRunner, save_ranks, wait_for_saves
 from ._intact import CHECKPOINT_NAME
 from ._load import LoadSession
 from ._log import log_report
@@ -142,14 +142,12 @@ class Saver:
             common = self._arguments(incremental=incremental, keep=keep, counters=counters, full_every=full_every)
             return {**common, "linked": bool(linked)}
 
-        agree_on_arguments("Saver.save", arguments)
-        ranks = AllRanks()
-        shards = run_on_all_ranks(lambda: shards_when_idle(module))
-        directory = self._open_to_save(path)
+        ranks = all_ranks()
+        ranks.agree_on_arguments("Saver.save", arguments)
+        shards = ranks.run(lambda: shards_when_idle(module))
+        directory = self._open_to_save(ranks, path)
         sweep_before_save(tables_by_name(shards), ranks)
-        plan = plan_save(
-            shards, directory, ranks.rank, incremental=incremental, counters=counters, full_every=full_every
-        )
+        plan = plan_save(shards, directory, ranks, incremental=incremental, counters=counters, full_every=full_every)
 
         def write() -> RankPart:
             with ProgressTracker(progress, "save", plan.rows, show_bar=ranks.rank == 0) as tracker:
@@ -213,17 +211,15 @@ class Saver:
                 check_int("max_bytes_per_second", rate, 1, (1 << 63) - 1)
             return self._arguments(incremental=incremental, keep=keep, counters=counters, full_every=full_every)
 
-        agree_on_arguments("Saver.save_async", arguments)
-        ranks = AllRanks()
-        run_on_all_ranks(wait_for_saves)
-        shards = run_on_all_ranks(lambda: shards_to_save(module))
-        directory = self._open_to_save(path)
-        group = save_group()
+        ranks = all_ranks()
+        ranks.agree_on_arguments("Saver.save_async", arguments)
+        ranks.run(wait_for_saves)
+        shards = ranks.run(lambda: shards_to_save(module))
+        directory = self._open_to_save(ranks, path)
+        background = save_ranks()
         sweep_before_save(tables_by_name(shards), ranks)
-        plan = plan_save(
-            shards, directory, ranks.rank, incremental=incremental, counters=counters, full_every=full_every
-        )
-        session = AsyncSaveSession(plan, ranks, group, keep=keep, progress=progress, max_bytes_per_second=rate)
+        plan = plan_save(shards, directory, ranks, incremental=incremental, counters=counters, full_every=full_every)
+        session = AsyncSaveSession(plan, ranks, background, keep=keep, progress=progress, max_bytes_per_second=rate)
         with AsyncSaveRunner([table for _, _, table in shards], directory.path, session.cancel) as save:
             session.take_snapshot()
             return save.start(session.finish)
@@ -294,11 +290,11 @@ class Saver:
                 "slots": bool(slots),
             }
 
-        agree_on_arguments("Saver.load", arguments)
-        ranks = AllRanks()
-        shards = run_on_all_ranks(lambda: shards_when_idle(module))
+        ranks = all_ranks()
+        ranks.agree_on_arguments("Saver.load", arguments)
+        shards = ranks.run(lambda: shards_when_idle(module))
         given = same_path_on_all_ranks(path)
-        directory = run_on_all_ranks(lambda: open_to_load(given, self.path_checks))
+        directory = ranks.run(lambda: open_to_load(given, self.path_checks))
         with LoadSession(ranks, checkpoint, last_intact=last_intact, slots=slots) as session:
             session.open(directory)
             session.check(shards, tables=tables, rename=rename, strict=strict)
@@ -323,8 +319,8 @@ class Saver:
         Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and `StateError` if a save was committed to `path`
         during every try: the saved checkpoint is kept; call this again when saves are less frequent.
         """
-        agree_on_arguments("Saver.compact", lambda: self._arguments(keep=keep, counters=counters))
-        ranks = AllRanks()
+        ranks = all_ranks()
+        ranks.agree_on_arguments("Saver.compact", lambda: self._arguments(keep=keep, counters=counters))
         given = same_path_on_all_ranks(path)
 
         def track(rows: int | None) -> ProgressTracker:
@@ -338,7 +334,7 @@ class Saver:
                 return report
         raise AssertionError("the last attempt returns or raises")
 
-    def _open_to_save(self, path: str | os.PathLike[str]) -> CheckpointDirectory:
+    def _open_to_save(self, ranks: Ranks, path: str | os.PathLike[str]) -> CheckpointDirectory:
         """Opens the directory that all ranks save to; creates it if missing. Waits for asynchronous saves to it. Collective."""
         given = same_path_on_all_ranks(path)
 
@@ -347,7 +343,7 @@ class Saver:
             wait_for_saves_to(directory.path)
             return directory
 
-        return run_on_all_ranks(open_directory)
+        return ranks.run(open_directory)
 
     def _arguments(
         self, *, keep: int, counters: bool, incremental: bool = False, full_every: FullEvery = None

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import TypeVar
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_embcache._autograd import raise_at_end_of_backward
-from torchrec_embcache._dist.collective import all_gather, all_reduce_sum, gather_results, raise_on_every_rank
+from torchrec_embcache._dist.ranks import Ranks, all_ranks
 from torchrec_embcache.exceptions import ConfigError, MismatchError, StateError
 from torchrec_embcache.modules._tables import ModuleTables
 from torchrec_embcache.table._lifecycle import LifecycleConfig
@@ -20,8 +18,6 @@ from torchrec_embcache.table._sweep import sweep_after_step, tables_swept_after_
 from torchrec_embcache.table.cache_table import CacheTable
 
 __all__ = ["RankAgreementMixin", "check_same_settings"]
-
-T = TypeVar("T")
 
 
 class RankAgreementMixin:
@@ -34,13 +30,14 @@ class RankAgreementMixin:
     #: True if a table of the module drops rows when it is full, on any rank.
     _drops_rows: bool = False
 
-    def _raise_on_every_rank(self, error: Exception | None) -> None:
-        """Raises the error of any rank on all ranks. Every rank calls this at the same point of a step."""
-        raise_on_every_rank(error, self._env.process_group)
+    @property
+    def _ranks(self) -> Ranks:
+        """The ranks of the collection's process group."""
+        return all_ranks(self._env.process_group)
 
     def _all_reduce(self, values: Tensor) -> None:
         """Sums the integers of all ranks in place, so that the order does not matter. `values` is on the CPU. Collective."""
-        all_reduce_sum(values, self._env.process_group)
+        self._ranks.all_reduce(values)
 
     def _after_backward(self, tables: Sequence[CacheTable]) -> Callable[[Exception | None], None]:
         """Returns the function that the backward of a lookup over this rank's `tables` calls at its end."""
@@ -53,19 +50,15 @@ class RankAgreementMixin:
         interrupted.
         """
         try:
-            self._raise_on_every_rank(error)
+            self._ranks.raise_on_every_rank(error)
         except Exception as caught:
-            _advance_failed_steps(self._module_tables, self._env.process_group)
+            _advance_failed_steps(self._module_tables, self._ranks)
             raise_at_end_of_backward(caught)
             return
         try:
-            sweep_after_step(tables_swept_after_steps(tables, by_ranks=True), self._gather)
+            sweep_after_step(tables_swept_after_steps(tables, by_ranks=True), self._ranks)
         except Exception as caught:
             raise_at_end_of_backward(caught)
-
-    def _gather(self, work: Callable[[], T]) -> list[T]:
-        """Returns the result of `work()` on each rank. An error on any rank is raised on all ranks. Collective."""
-        return gather_results(work, self._env.process_group)
 
     def _check_buckets_match(self) -> None:
         """Opens the tables, and checks that all ranks have the same number of buckets. Collective.
@@ -81,7 +74,7 @@ class RankAgreementMixin:
                 mine[name] = table.total_num_buckets
         except Exception as caught:
             error = caught
-        everyone = all_gather((mine, error is None, self._module_tables.drops_rows), self._env.process_group)
+        everyone = self._ranks.all_gather((mine, error is None, self._module_tables.drops_rows))
         self._has_checked_buckets = all(opened for _, opened, _ in everyone)
         self._drops_rows = any(drops for _, _, drops in everyone)
         if error is not None:
@@ -97,26 +90,26 @@ class RankAgreementMixin:
                     )
 
 
-def check_same_settings(owner: str, lifecycles: Mapping[str, LifecycleConfig], group: dist.ProcessGroup | None) -> None:
+def check_same_settings(owner: str, lifecycles: Mapping[str, LifecycleConfig], ranks: Ranks) -> None:
     """Raises `ConfigError`, on every rank, if ranks have different lifecycle settings of a table. Collective.
 
     `lifecycles` has the settings of every table, including those on other ranks. They define the exchanges of a step and of a
     sweep, so that ranks with other settings would deadlock.
     """
-    everyone = all_gather(dict(lifecycles), group)
+    everyone = ranks.all_gather(dict(lifecycles))
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         for setting in fields(LifecycleConfig):
             found: list[tuple[object, list[int]]] = []  # each value, and the ranks that have it
             for rank, theirs in enumerate(everyone):
                 if name in theirs:
                     value = getattr(theirs[name], setting.name)
-                    ranks = next((ranks for other, ranks in found if other == value), None)
-                    if ranks is None:
+                    others = next((others for other, others in found if other == value), None)
+                    if others is None:
                         found.append((value, [rank]))
                     else:
-                        ranks.append(rank)
+                        others.append(rank)
             if len(found) > 1:
-                said = " and ".join(f"{setting.name}={value!r} on {_ranks_text(ranks)}" for value, ranks in found)
+                said = " and ".join(f"{setting.name}={value!r} on {_ranks_text(others)}" for value, others in found)
                 raise ConfigError(f"{owner}: table {name!r} has {said}: give all ranks the same")
 
 
@@ -124,7 +117,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _advance_failed_steps(tables: Mapping[str, CacheTable], group: dist.ProcessGroup | None) -> None:
+def _advance_failed_steps(tables: Mapping[str, CacheTable], ranks: Ranks) -> None:
     """Counts a backward that failed on some ranks as a step of all ranks: a table with different steps on ranks could not be saved.
 
     The OOV row is copied from a rank that made the step, because it must be equal on all ranks.
@@ -135,7 +128,7 @@ def _advance_failed_steps(tables: Mapping[str, CacheTable], group: dist.ProcessG
         with suppress(StateError):
             if table.is_open:
                 mine[name] = table.step(), table._native_table.oov_row()
-    for theirs in all_gather(mine, group):
+    for theirs in ranks.all_gather(mine):
         for name, (step, oov_row) in theirs.items():
             if name in mine and step > mine[name][0]:
                 mine[name] = step, oov_row

@@ -12,7 +12,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_embcache._dist.collective import raise_on_every_rank, run_on_all_ranks
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache._ssd.autoflush import FlushSchedule
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
 from torchrec_embcache.model import CacheModule
@@ -103,7 +103,8 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
         owner = f"{type(self).__name__} {module.name!r}"
         # First, because nothing is changed yet.
         lives = {config.name: lifecycle_of(config) for config in module.table_configs()}
-        check_same_settings(owner, lives, env.process_group)
+        ranks = all_ranks(env.process_group)
+        check_same_settings(owner, lives, ranks)
         shards = {}
         for config in module.table_configs():
             param = plan[config.name]
@@ -119,7 +120,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
         except Exception as caught:
             error = caught
         try:
-            raise_on_every_rank(error, env.process_group)
+            ranks.raise_on_every_rank(error)
         except BaseException as raised:
             if error is None:  # another rank has no tables
                 state["_module_tables"].close_unflushed(raised)
@@ -198,7 +199,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
             if table not in self._configs:
                 raise InputError(f"{self._owner} has no table {table!r}: give one of {', '.join(self._configs)}")
 
-        run_on_all_ranks(check)
+        all_ranks().run(check)
         import_on_all_ranks(table, self._module_tables.shard(table), ids, weights, slots, metadata)
 
     def param_group(self, table: str) -> dict[str, Any] | None:
@@ -401,14 +402,14 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
                 error = caught
             if self._drops_rows and self.training and torch.is_grad_enabled():
                 # No rank drops rows for a batch that another rank rejects.
-                self._raise_on_every_rank(error)
+                self._ranks.raise_on_every_rank(error)
             try:
                 if error is None:
                     for batch in planned:
                         batch.wait()
             except Exception as caught:
                 error = caught
-            self._raise_on_every_rank(error)
+            self._ranks.raise_on_every_rank(error)
             for lookup, batch in zip(self._lookups, planned, strict=True):
                 lookup.set_next(batch)
             yield

@@ -19,7 +19,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.types import DataType
 
-from torchrec_embcache._dist.collective import world_size
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection
 from torchrec_embcache.modules._optimizer_choice import choose_optimizer
@@ -133,9 +133,9 @@ class _CacheSharder(Generic[M, S]):
                 "a ShardingEnv without process group (from_local) is not supported yet: use ShardingEnv.from_process_group, "
                 "or the unsharded module"
             )
-        if env.world_size != world_size():
+        if env.world_size != (size := all_ranks().world_size):
             raise UnsupportedError(
-                f"env is of {env.world_size} of the {world_size()} ranks, which is not supported yet, because saves, flushes and "
+                f"env is of {env.world_size} of the {size} ranks, which is not supported yet, because saves, flushes and "
                 "imports are of all ranks: use ShardingEnv.from_process_group(torch.distributed.group.WORLD)"
             )
         configs = {config.name: config for config in module.table_configs()}

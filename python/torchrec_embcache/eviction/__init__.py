@@ -152,7 +152,7 @@ class Ttl(Rule):
         if self.seconds is None:
             return self.native()
         table = inputs.table
-        now = max(inputs.gather(lambda: 0 if table is None else table.now()))
+        now = max(inputs.ranks.gather(lambda: 0 if table is None else table.now()))
         cut = now - max(1, round(float(self.seconds) * 1000))
 
         def local_step() -> int | None:
@@ -162,7 +162,7 @@ class Ttl(Rule):
             step = table.step_at(cut) if cut >= 0 else None
             return -1 if step is None else step
 
-        step = min((step for step in inputs.gather(local_step) if step is not None), default=-1)
+        step = min((step for step in inputs.ranks.gather(local_step) if step is not None), default=-1)
         return _native.SweepRule.nothing() if step < 0 else _native.SweepRule.trained_until(step)
 
     @property

@@ -153,7 +153,7 @@ def _try_find(inputs: SweepInputs, count_fns: Sequence[EvictCountFn]) -> list[Ra
     def size() -> tuple[int, bool] | None:
         return None if table is None else (len(table), table.is_unchanged_since_sweep())
 
-    sizes = [said for said in inputs.gather(size) if said is not None]
+    sizes = [said for said in inputs.ranks.gather(size) if said is not None]
     are_swept = all(is_swept for _, is_swept in sizes)
     # An upper bound: it includes rows that a sweep does not consider, so the exact count evicts no more rows.
     most = sum(rows for rows, _ in sizes)
@@ -264,7 +264,7 @@ class _SelectionRounds:
 
     def count(self, ranges: Sequence[_RankKeyRange]) -> dict[_RankKeyRange, _RangeTotals] | None:
         """Counts or lists the rows in each range. Returns None if a table has changed since the first pass. Collective."""
-        said = [one for one in self._inputs.gather(lambda: self._score_histogram(ranges)) if one is not None]
+        said = [one for one in self._inputs.ranks.gather(lambda: self._score_histogram(ranges)) if one is not None]
         self.rows, self.newest = sum(one.rows for one in said), sum(one.newest for one in said)
         of_ranks = [one.ranges for one in said if one.ranges is not None]
         if len(of_ranks) < len(said):
@@ -292,7 +292,7 @@ class _SelectionRounds:
         """Returns the lowest and the highest key of parts of the ranges of the last pass. Collective, unless `parts` is empty."""
         if not parts:
             return {}
-        said = self._inputs.gather(
+        said = self._inputs.ranks.gather(
             lambda: {part: own for part in parts if (own := self._local_bounds(*part)) is not None}
         )
         found = {part: [own[part] for own in said if part in own] for part in parts}

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from torchrec_embcache._dist.collective import is_distributed
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.checkpoint._references import add_reference, remove_references
 from torchrec_embcache.config import check_int
@@ -86,7 +85,7 @@ class EmbCacheCheckpoint(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Saves the rows. Collective. Raises the errors of `Saver.save`, and Lightning then writes no file."""
         del trainer
-        report = _saver().save(pl_module, self.path, self.incremental, keep=self.keep)
+        report = Saver().save(pl_module, self.path, self.incremental, keep=self.keep)
         checkpoint[_ROWS_KEY] = report.checkpoint
         set_checkpoint_name(checkpoint["state_dict"], self.path, report.checkpoint)
 
@@ -95,7 +94,7 @@ class EmbCacheCheckpoint(Callback):
         name, self._checkpoint_to_load = self._checkpoint_to_load, None
         name = get_checkpoint_name(state_dict) or name
         if name is not None:
-            _saver().load(module, self.path, checkpoint=name)
+            Saver().load(module, self.path, checkpoint=name)
 
 
 class _RowsCheckpointIO(CheckpointIO):
@@ -192,7 +191,3 @@ class EmbCacheMonitor(Callback):
             self._failure_logger.log_failure(error)
         else:
             self._failure_logger.reset()
-
-
-def _saver() -> Saver:
-    return Saver() if is_distributed() else Saver(0)

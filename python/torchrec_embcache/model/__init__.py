@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_embcache._dist.collective import agree_on_arguments, gather_results, run_on_all_ranks
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache._ssd.flush import flush_tables
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.table._row_summary import StateDictWatch, check_missing_rows, summarize_tables
@@ -204,8 +204,9 @@ def flush(model: nn.Module, *, also: Callable[[int], object] | None = None) -> N
         tables.extend(table for module in modules.values() for table in module.tables.values())
         return {"also": "left out" if also is None else "given"}
 
-    agree_on_arguments("flush", check)
+    ranks = all_ranks()
+    ranks.agree_on_arguments("flush", check)
     if also is not None:
-        step = max(gather_results(lambda: max((table._native_table.step() for table in tables), default=0)))
-        run_on_all_ranks(lambda: also(step))
+        step = max(ranks.gather(lambda: max((table._native_table.step() for table in tables), default=0)))
+        ranks.run(lambda: also(step))
     flush_tables([table for table in tables if table.directory is not None])

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchrec_embcache import _native
-from torchrec_embcache._dist.collective import agree_on_arguments
-from torchrec_embcache._dist.ranks import AllRanks, Ranks
+from torchrec_embcache._dist.ranks import Ranks, SingleRank, all_ranks
 from torchrec_embcache.eviction import Policy
-from torchrec_embcache.eviction._inputs import SweepInputs, gather_single_rank
+from torchrec_embcache.eviction._inputs import SweepInputs
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
 from torchrec_embcache.table.cache_table import CacheTable, sweep_prepared
 
@@ -62,8 +61,9 @@ def evict(model: nn.Module) -> None:
         tables.update(tables_by_name(shards_of(model)))
         return {}
 
-    agree_on_arguments("evict", check)
-    _sweep(tables, AllRanks(), at_save=False)
+    ranks = all_ranks()
+    ranks.agree_on_arguments("evict", check)
+    _sweep(tables, ranks, at_save=False)
 
 
 def sweep_before_save(
@@ -130,15 +130,13 @@ def _sweep(
         shared = next((one for one in said.values() if one.is_shared and one.is_due), None)
         if name not in left_out and shared is not None and shared.policy is not None and shared.policy.is_collective:
             own = tables[name]._native_table if name in mine and mine[name].is_shared else None
-            rules[name] = shared.policy.resolve(SweepInputs(shared.step, own, ranks.gather))
+            rules[name] = shared.policy.resolve(SweepInputs(shared.step, own, ranks))
 
     def prepare() -> None:
         for name in due:
             policy = mine[name].policy
             if not mine[name].is_shared and policy is not None and policy.is_collective:
-                rules[name] = policy.resolve(
-                    SweepInputs(mine[name].step, tables[name]._native_table, gather_single_rank)
-                )
+                rules[name] = policy.resolve(SweepInputs(mine[name].step, tables[name]._native_table, SingleRank()))
             tables[name]._native_table.prepare_sweep(rules.get(name))
 
     def sweep() -> None:
@@ -154,9 +152,9 @@ def _is_collective(table: CacheTable, *, at_save: bool) -> bool:
     return table._needs_collective_sweep and (not at_save or (life.is_swept_at_saves and table.optimizer is not None))
 
 
-def _sweep_ranks(tables: Mapping[str, CacheTable]) -> AllRanks:
+def _sweep_ranks(tables: Mapping[str, CacheTable]) -> Ranks:
     """Returns all ranks, for a save that another program coordinates. Raises `StateError` if there is only one process."""
-    ranks = AllRanks()
+    ranks = all_ranks()
     if ranks.world_size == 1:
         name = next(name for name, table in tables.items() if table._needs_collective_sweep)
         raise StateError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchrec_embcache._dist.ranks import AllRanks
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.table.cache_table import CacheTable, to_milliseconds
 
@@ -45,7 +45,7 @@ def set_time(model: nn.Module, seconds: float) -> None:
         >>> [chunk.ids.tolist() for chunk in model.export()]
         [[8]]
     """
-    ranks = AllRanks()
+    ranks = all_ranks()
 
     def tables() -> list[CacheTable]:
         if not cache_modules(model):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrec_embcache._dist.collective import all_gather, run_on_all_ranks
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache._paths import CheckedPath, check_path
 from torchrec_embcache._saves_in_flight import wait_for_saves
 from torchrec_embcache.exceptions import InputError, PathError
@@ -65,8 +65,9 @@ def shards_to_save(module: nn.Module) -> list[ModuleShard]:
 
 def same_path_on_all_ranks(path: str | os.PathLike[str]) -> CheckedPath:
     """Returns `path` as an absolute path. Raises `PathError` if ranks pass different directories. Collective."""
-    given = run_on_all_ranks(lambda: check_path("path", path))
-    everyone = all_gather(os.path.normpath(given))
+    ranks = all_ranks()
+    given = ranks.run(lambda: check_path("path", path))
+    everyone = ranks.all_gather(os.path.normpath(given))
     if len(set(everyone)) > 1:
         named = ", ".join(f"rank {rank}: {each!r}" for rank, each in enumerate(everyone))
         raise PathError(f"path differs between ranks: give all the same ({named})")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from torchrec_embcache._dist.collective import gather_results
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache.exceptions import StateError
 
 from . import cache_modules
@@ -61,7 +61,7 @@ class TableState:
             }
 
         total: dict[str, list[int]] = {}
-        for of_rank in gather_results(local_counts):
+        for of_rank in all_ranks().gather(local_counts):
             for name, (rows, step) in of_rank.items():
                 before = total.get(name, [0, 0])
                 total[name] = [before[0] + rows, max(before[1], step)]

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache._closing import CloseOnExitMixin
-from torchrec_embcache._dist.collective import is_distributed, world_size
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
@@ -166,7 +165,7 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
 
     def _check_single_rank(self, owner: str) -> None:
         """Raises `StateError` if each of several ranks would train a separate table, unless `replicated` is set."""
-        ranks = world_size()
+        ranks = all_ranks().world_size
         if ranks > 1 and not self._replicated:
             sharder = "EmbCacheEmbeddingBagCollectionSharder"
             if self._prefix == "embeddings":
@@ -276,7 +275,7 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
 
 def _ssd_module_name(name: str) -> str:
     """Returns the SSD directory name of an unsharded module. Every rank has all rows, so each needs a separate directory."""
-    rank = dist.get_rank() if is_distributed() else 0
+    rank = all_ranks().rank
     return f"{name}-unsharded-{rank}" if rank else name
 
 

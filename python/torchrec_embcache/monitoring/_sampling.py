@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrec_embcache._dist.collective import rank as own_rank
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache.exceptions import EmbCacheError, InputError
 from torchrec_embcache.model import cache_modules
 from torchrec_embcache.model._names import display_name
@@ -121,7 +121,7 @@ class Sampler:
         model = self._model()
         if model is None:
             return
-        rank = own_rank()
+        rank = all_ranks().rank
         for path, module in cache_modules(model).items():
             for name, table in module.tables.items():
                 native = table._native_or_none

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchrec_embcache._closing import CloseOnExitMixin
-from torchrec_embcache._dist.collective import world_size
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache._lookup.group import LookupGroup
 from torchrec_embcache._ssd.autoflush import FlushSchedule
 from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, CachePolicy, TierBudgets, check_int
@@ -186,7 +186,7 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         if not self._trains:
             return False
         check_one_optimizer(self.table.name, self.weight, other_optimizers=1)
-        if not self._replicated and (ranks := world_size()) > 1:
+        if not self._replicated and (ranks := all_ranks().world_size) > 1:
             self._replicated = True
             warnings.warn(
                 f"table {self.table.name!r} trains on each of {ranks} ranks by itself: every rank has rows of its own, which "

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
 from torchrec_embcache._buckets import buckets_of
-from torchrec_embcache._dist.collective import agree_on_arguments, all_gather, cpu_group, run_on_all_ranks
+from torchrec_embcache._dist.ranks import Ranks, all_ranks
 from torchrec_embcache.exceptions import InputError, StateError
 from torchrec_embcache.optimizers import OptimizerSpec
 
@@ -95,8 +94,9 @@ def import_on_all_ranks(
     Malformed rows of one rank raise on all ranks before any row is changed. If the rows do not fit into a shard, the call raises on
     all ranks after the other shards have imported theirs. Once there is space, the same call imports the rest.
     """
-    agree_on_arguments("import_rows", lambda: {"table": name})
-    holdings = all_gather(run_on_all_ranks(lambda: _ShardInfo.from_shard(shard)))
+    ranks = all_ranks()
+    ranks.agree_on_arguments("import_rows", lambda: {"table": name})
+    holdings = ranks.gather(lambda: _ShardInfo.from_shard(shard))
     holding = next((holding for holding in holdings if holding is not None), None)
     if holding is None:
         raise StateError(f"no rank has a shard of table {name!r}: shard the model first")
@@ -108,21 +108,21 @@ def import_on_all_ranks(
         prepared.append((rows, _owner_ranks(name, rows.ids, holdings)))
         return {"slots": bool(slots), "metadata": metadata is not None}
 
-    agree_on_arguments("import_rows", prepare)
-    arrived = _exchange(*prepared[0])
+    ranks.agree_on_arguments("import_rows", prepare)
+    arrived = _exchange(ranks, *prepared[0])
 
     def check_duplicates() -> None:
         distinct, counts = np.unique(arrived.ids, return_counts=True)
         if (counts > 1).any():
             raise InputError(f"id {distinct[counts > 1][0]} is given twice, by two ranks or by one: give each id once")
 
-    run_on_all_ranks(check_duplicates)
+    ranks.run(check_duplicates)
 
     def import_received() -> None:
         if shard is not None and len(arrived.ids):
             shard._native_table.import_rows(arrived.ids, arrived.vectors, arrived.scalars, arrived.metadata)
 
-    run_on_all_ranks(import_received)
+    ranks.run(import_received)
 
 
 def _check_rows(
@@ -153,28 +153,25 @@ def _owner_ranks(name: str, ids: NDArray[np.int64], shard_infos: list[_ShardInfo
     return owners
 
 
-def _exchange(rows: _ImportRows, owners: NDArray[np.int64]) -> _ImportRows:
+def _exchange(ranks: Ranks, rows: _ImportRows, owners: NDArray[np.int64]) -> _ImportRows:
     """Returns the rows that all ranks send to this one, in rank order. Collective."""
-    order = np.argsort(owners, kind="stable")
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world == 1:
+    if ranks.world_size == 1:
         return rows
-    sent = np.bincount(owners, minlength=world)
-    received = [int(counts[dist.get_rank()]) for counts in all_gather(sent)]
-    columns = [_send(column[order], sent.tolist(), received) for column in rows.columns()]
+    order = np.argsort(owners, kind="stable")
+    sent = np.bincount(owners, minlength=ranks.world_size)
+    received = [int(counts[ranks.rank]) for counts in ranks.all_gather(sent)]
+    columns = [_send(ranks, column[order], sent.tolist(), received) for column in rows.columns()]
     ids, vectors, *others = columns
     scalars = others.pop(0) if rows.scalars is not None else None
     return _ImportRows(ids, vectors, scalars, _native.RowMetadata(*others) if rows.metadata is not None else None)
 
 
-def _send(column: NDArray[Any], sent: list[int], received: list[int]) -> NDArray[Any]:
+def _send(ranks: Ranks, column: NDArray[Any], sent: list[int], received: list[int]) -> NDArray[Any]:
     """Sends one column's rows to their owners. Returns the rows received, [m] or [m, width], with the column's dtype.
 
     They are sent as bytes, which every backend of torch.distributed supports.
     """
     width = column.dtype.itemsize * (column.shape[1] if column.ndim == 2 else 1)
     own = torch.from_numpy(np.ascontiguousarray(column).reshape(-1).view(np.uint8))
-    arrived = torch.empty(sum(received) * width, dtype=torch.uint8, device="cpu")
-    to, by = [rows * width for rows in sent], [rows * width for rows in received]
-    cpu_group().alltoall_base(arrived, own, by, to).wait()
+    arrived = ranks.all_to_all(own, [rows * width for rows in sent], [rows * width for rows in received])
     return arrived.numpy().view(column.dtype).reshape(-1, *column.shape[1:])

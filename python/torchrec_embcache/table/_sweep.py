@@ -7,7 +7,7 @@ module.
 from collections.abc import Sequence
 
 from torchrec_embcache._autograd import raise_at_end_of_backward
-from torchrec_embcache.eviction._inputs import RankGather, gather_single_rank
+from torchrec_embcache._dist.ranks import Ranks, SingleRank
 
 from .cache_table import CacheTable, sweep_tables
 
@@ -24,7 +24,7 @@ def _every_steps(table: CacheTable) -> int | None:
     return policy.every_steps if policy is not None and policy.is_collective else None
 
 
-def sweep_after_step(tables: Sequence[CacheTable], gather: RankGather) -> None:
+def sweep_after_step(tables: Sequence[CacheTable], ranks: Ranks) -> None:
     """Sweeps those of `tables` whose sweep is due after a committed training step. Collective, if one is due.
 
     The tables are those of `tables_swept_after_steps`, in the same order on every rank, and were trained by one batch. An error on
@@ -37,7 +37,7 @@ def sweep_after_step(tables: Sequence[CacheTable], gather: RankGather) -> None:
         if every is not None and step % every == 0:
             due.append((table, step))
     for step in dict.fromkeys(step for _, step in due):
-        sweep_tables([table for table, at in due if at == step], step, gather)
+        sweep_tables([table for table, at in due if at == step], step, ranks)
 
 
 def sweep_in_backward(tables: Sequence[CacheTable], *, until_done: bool) -> None:
@@ -47,7 +47,7 @@ def sweep_in_backward(tables: Sequence[CacheTable], *, until_done: bool) -> None
     loss, and DDP's reducer, need the rest of the backward.
     """
     try:
-        sweep_after_step(tables, gather_single_rank)
+        sweep_after_step(tables, SingleRank())
     except Exception as error:
         if not until_done:
             raise

@@ -26,7 +26,7 @@ from torchrec_embcache import _native
 from torchrec_embcache._buckets import buckets_of
 from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache._device.tier import DeviceTier, convert_out_of_memory
-from torchrec_embcache._dist.collective import world_size as ranks_of_process
+from torchrec_embcache._dist.ranks import Ranks, SingleRank, all_ranks
 from torchrec_embcache._kernels.select import make_tier
 from torchrec_embcache._saves_in_flight import check_not_own_save
 from torchrec_embcache._ssd import autoflush, commit, diagnostics
@@ -43,7 +43,7 @@ from torchrec_embcache.config import (
     to_float,
 )
 from torchrec_embcache.eviction import Policy as EvictionPolicy
-from torchrec_embcache.eviction._inputs import RankGather, SweepInputs, gather_single_rank
+from torchrec_embcache.eviction._inputs import SweepInputs
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, InUseError, StateError
 from torchrec_embcache.initializers import Initializer
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
@@ -411,7 +411,7 @@ class CacheTable(CloseOnExitMixin):
             if self._unusable_reason is not None:
                 native.set_unusable(self._unusable_reason)
             self._opened_by_pid = os.getpid()
-            self._opened_among_ranks = self.world_size > 1 or ranks_of_process() > 1
+            self._opened_among_ranks = self.world_size > 1 or all_ranks().world_size > 1
             self._flushed = native.version() if segments is None else None
             self._tier_or_none, self._native_or_none, self._lifecycle_source = tier, native, None
             if directory is not None:
@@ -669,7 +669,7 @@ class CacheTable(CloseOnExitMixin):
         if self.eviction is None or not self.eviction.is_collective:
             self._native_table.sweep()
         else:
-            sweep_tables([self], self.step(), gather_single_rank)
+            sweep_tables([self], self.step(), SingleRank())
 
     def set_time(self, seconds: float) -> None:
         """Sets the event time used by `Ttl(seconds=...)` until the next call; see `torchrec_embcache.set_time`.
@@ -918,19 +918,19 @@ def to_milliseconds(field: str, seconds: object) -> int:
     return round(number * 1000)
 
 
-def sweep_tables(tables: Sequence[CacheTable], step: int, gather: RankGather) -> None:
-    """Sweeps tables for one step by rules that all ranks of `gather` agree on. An error on one rank is raised on all."""
+def sweep_tables(tables: Sequence[CacheTable], step: int, ranks: Ranks) -> None:
+    """Sweeps tables for one step by rules that all of `ranks` agree on. An error on one rank is raised on all."""
     rules: list[_native.SweepRule] = []
     for table in tables:
         policy = table._settings.lifecycle.eviction
         assert policy is not None, "only tables with a policy are swept"
-        rules.append(policy.resolve(SweepInputs(step, table._native_table, gather)))
+        rules.append(policy.resolve(SweepInputs(step, table._native_table, ranks)))
 
     def prepare() -> None:
         for table, rule in zip(tables, rules, strict=True):
             table._native_table.prepare_sweep(rule)
 
-    gather(prepare)
+    ranks.gather(prepare)
     sweep_prepared(tables, rules)
 
 

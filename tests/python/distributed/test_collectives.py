@@ -1,14 +1,19 @@
 """Ranks exchange control data between CPUs, also if their group exchanges only tensors of a device."""
 
-from typing import Any
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from torchrec_embcache._dist import collective
+from torchrec_embcache import Saver, evict, set_time
+from torchrec_embcache._dist import ranks
+from torchrec_embcache._dist.collective import cpu_group
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache.exceptions import InputError
-from torchrec_models import ROW_WISE, Model, sharded
+from torchrec_models import ROW_WISE, Model, batches, sharded
 
 
 def _device_group(ranks: list[int] | None = None) -> Any:
@@ -20,8 +25,8 @@ def _talk(rank: int, world: int) -> list[str]:
     group = _device_group()
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.zeros(1), group=group)
-    assert collective.all_gather(("rank", rank), group) == [("rank", other) for other in range(world)]
-    collective.raise_on_every_rank(None, group)
+    assert all_ranks(group).all_gather(("rank", rank)) == [("rank", other) for other in range(world)]
+    all_ranks(group).raise_on_every_rank(None)
 
     def work() -> int:
         if rank == 1:
@@ -31,14 +36,14 @@ def _talk(rank: int, world: int) -> list[str]:
     said = []
     for _ in range(2):
         try:
-            collective.gather_results(work, group)
+            all_ranks(group).gather(work)
         except InputError as error:
             said.append(str(error))
-    assert collective.gather_results(lambda: rank * 10, group) == [other * 10 for other in range(world)]
-    between = collective.cpu_group(group)
+    assert all_ranks(group).gather(lambda: rank * 10) == [other * 10 for other in range(world)]
+    between = cpu_group(group)
     assert between is not group
-    assert between is collective.cpu_group(group), "it is made once"
-    assert collective.cpu_group() is dist.group.WORLD, "the default group has gloo"
+    assert between is cpu_group(group), "it is made once"
+    assert cpu_group() is dist.group.WORLD, "the default group has gloo"
     return said
 
 
@@ -48,7 +53,7 @@ def test_ranks_of_a_group_without_cpu_tensors_agree_over_gloo(two_ranks: Any) ->
 
 def _talk_in_part(rank: int, _world: int) -> list[int] | None:
     group = _device_group([0, 2])
-    said = collective.gather_results(lambda: rank, group) if rank != 1 else None
+    said = all_ranks(group).gather(lambda: rank) if rank != 1 else None
     # Groups that all ranks make later have one name for all.
     later = torch.ones(1)
     dist.all_reduce(later, group=dist.new_group(backend="gloo"))
@@ -65,7 +70,7 @@ def _agree_on_a_bad_batch(rank: int, _world: int) -> str:
     module = model.module.bags
     module._env.process_group = _device_group()
     try:
-        module._raise_on_every_rank(InputError("no such feature") if rank == 0 else None)
+        module._ranks.raise_on_every_rank(InputError("no such feature") if rank == 0 else None)
     except InputError as error:
         sums = torch.tensor([rank + 1, 10])
         module._all_reduce(sums)
@@ -75,3 +80,47 @@ def _agree_on_a_bad_batch(rank: int, _world: int) -> str:
 
 def test_a_sharded_module_agrees_over_gloo(two_ranks: Any) -> None:
     assert two_ranks.run(_agree_on_a_bad_batch) == ["no such feature [3, 20]", "rank 0: no such feature [3, 20]"]
+
+
+class CountingRanks(ranks.ProcessGroupRanks):
+    """Counts the exchanges."""
+
+    exchanges: ClassVar[Counter[str]] = Counter()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.exchanges["all_gather"] += 1
+        return super().all_gather(value)
+
+    def all_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        self.exchanges["all_reduce"] += 1
+        super().all_reduce(values, op)
+
+
+def _count_exchanges(rank: int, world: int, path: str) -> dict[str, dict[str, int]]:
+    model = sharded(Model(), ROW_WISE, {"learning_rate": 0.1})
+    first, second = batches(2, rank, world)
+    model(first)[0].backward()  # the tables are opened, and their buckets compared
+    calls = {
+        "step": lambda: model(second)[0].backward(),
+        "set_time": lambda: set_time(model, 1.0),
+        "evict": lambda: evict(model),
+        "save": lambda: Saver(path_checks="trusted").save(model, path),
+    }
+    counted = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "ProcessGroupRanks", CountingRanks)
+        for name, call in calls.items():
+            CountingRanks.exchanges.clear()
+            call()
+            counted[name] = dict(CountingRanks.exchanges)
+    return counted
+
+
+def test_numbers_of_exchanges(two_ranks: Any, tmp_path: Path) -> None:
+    counted = two_ranks.run(_count_exchanges, str(tmp_path / "saved"))
+    assert counted[0] == counted[1]
+    # Two lookups, whose ranks reduce a flag in the forward and one in the backward.
+    assert counted[0]["step"] == {"all_reduce": 4}
+    assert counted[0]["set_time"] == {"all_reduce": 2, "all_gather": 2}
+    assert counted[0]["evict"] == {"all_reduce": 4, "all_gather": 3}
+    assert counted[0]["save"] == {"all_reduce": 11, "all_gather": 8}

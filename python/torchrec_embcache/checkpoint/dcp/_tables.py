@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchrec_embcache import _native
-from torchrec_embcache._dist.collective import world_size
-from torchrec_embcache._dist.ranks import SingleRank
+from torchrec_embcache._dist.ranks import SingleRank, all_ranks
 from torchrec_embcache._paths import CheckpointDirectory, open_to_save
 from torchrec_embcache.checkpoint._background import AsyncSaveRunner, wait_for_saves
 from torchrec_embcache.checkpoint._part import PartSession, next_epoch_of
@@ -97,7 +96,7 @@ class TableWriter:
             sweep_before_save(tables_by_name(shards), SingleRank(), open_all)
             self._staged = StagedTables(self._snapshot(directories[0], shards, next_epoch_of(shards)))
         except EmbCacheError as error:
-            if isinstance(error, InputError | PathError) and world_size() == 1:
+            if isinstance(error, InputError | PathError) and all_ranks().world_size == 1:
                 raise
             self._staged = StagedTables(error)
 

@@ -7,7 +7,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-from torchrec_embcache._dist.collective import world_size
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache.exceptions import InputError
 
 __all__ = ["check_async_save_group"]
@@ -23,7 +23,7 @@ def check_async_save_group() -> None:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None and frame.f_code is not _ASYNC_SAVE:
         frame = frame.f_back
-    if frame is None or world_size() == 1:
+    if frame is None or all_ranks().world_size == 1:
         return
     given = frame.f_locals
     in_thread = given["async_checkpointer_type"] is AsyncCheckpointerType.THREAD and not given["no_dist"]

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchrec_embcache._dist.collective import check_arguments_match
-from torchrec_embcache._dist.ranks import SingleRank
+from torchrec_embcache._dist.ranks import SingleRank, check_arguments_match
 from torchrec_embcache._paths import check_path, open_to_load
 from torchrec_embcache._saves_in_flight import wait_for_saves
 from torchrec_embcache.checkpoint._load import LoadSession

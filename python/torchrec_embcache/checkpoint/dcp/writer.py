@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torchrec_embcache import _native
-from torchrec_embcache._dist.collective import check_arguments_match
-from torchrec_embcache._dist.ranks import SingleRank
+from torchrec_embcache._dist.ranks import SingleRank, check_arguments_match
 from torchrec_embcache._paths import CheckpointDirectory, check_path, open_to_save
 from torchrec_embcache.checkpoint._part import PartSession
 from torchrec_embcache.checkpoint._save import SaveSession

@@ -4,17 +4,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_embcache._dist.collective import (
-    agree_on_arguments,
-    all_gather,
-    gather_results,
-    is_distributed,
-    run_on_all_ranks,
-)
-from torchrec_embcache._dist.ranks import AllRanks, SingleRank
+from torchrec_embcache._dist.ranks import Ranks, SingleRank, all_ranks
 from torchrec_embcache._paths import CheckpointDirectory, check_path, open_to_save
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import InputError
@@ -98,8 +90,9 @@ class BlockSaver:
         `StoragePermissionError`, `StorageError`, `MismatchError` (shards that do not form one table), and `InputError` if the
         filter does not return a list of blocks or drops a table's "id" but not its other slots.
         """
-        if is_distributed() and dist.get_world_size() == self.shard_num > 1:
-            self._save_on_all_ranks()
+        ranks = all_ranks()
+        if ranks.world_size == self.shard_num > 1:
+            self._save_on_all_ranks(ranks)
             return
         sweep_before_save(tables_of(self._modules), SingleRank())
         blocks = self._selected_blocks()
@@ -114,19 +107,19 @@ class BlockSaver:
             "" if last else ", others wait",
         )
 
-    def _save_on_all_ranks(self) -> None:
+    def _save_on_all_ranks(self, ranks: Ranks) -> None:
         """Saves collectively: the ranks agree on the save, then all write, then all report success."""
-        agree_on_arguments("BlockSaver.save", lambda: {"path": self.path, "shard_num": self.shard_num})
-        shards = all_gather(self.shard_index)
+        ranks.agree_on_arguments("BlockSaver.save", lambda: {"path": self.path, "shard_num": self.shard_num})
+        shards = ranks.all_gather(self.shard_index)
         if sorted(shards) != list(range(self.shard_num)):
             raise InputError(f"shard_index is {shards} on the ranks: give each shard to one of them")
-        sweep_before_save(run_on_all_ranks(lambda: tables_of(self._modules)), AllRanks())
-        blocks = run_on_all_ranks(self._selected_blocks)
-        steps = {name: step for each in gather_results(lambda: _steps(blocks)) for name, step in each.items()}
-        directory = run_on_all_ranks(lambda: open_to_save(self.path))
+        sweep_before_save(ranks.run(lambda: tables_of(self._modules)), ranks)
+        blocks = ranks.run(self._selected_blocks)
+        steps = {name: step for each in ranks.gather(lambda: _steps(blocks)) for name, step in each.items()}
+        directory = ranks.run(lambda: open_to_save(self.path))
         with self._session(directory, steps) as session:
-            session.begin_on_all_ranks(AllRanks())
-            run_on_all_ranks(lambda: write_shard(session, self.parallel, blocks))
+            session.begin_on_all_ranks(ranks)
+            ranks.run(lambda: write_shard(session, self.parallel, blocks))
 
     def _session(self, directory: CheckpointDirectory, steps: dict[str, int]) -> RecisSession:
         return RecisSession(directory, self.shard_index, self.shard_num, steps)

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
-from torchrec_embcache._dist.collective import run_on_all_ranks
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache.checkpoint import Saver, SaveReport
 from torchrec_embcache.exceptions import EmbCacheWarning, StorageError, UnsupportedError
 
@@ -137,7 +137,7 @@ def _finish(writer: Any, metadata: Any, ranks: Any) -> None:
                 )
             writer.finish(metadata, gathered)
 
-    run_on_all_ranks(publish)
+    all_ranks().run(publish)
 
 
 class LoadShardedStrategy(_ShardedObjectsMixin, TorchDistLoadShardedStrategy):

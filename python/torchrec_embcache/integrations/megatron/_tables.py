@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import FileSystemReader
 from torch import nn
 
-from torchrec_embcache._dist.collective import agree_on_arguments, is_distributed, rank, run_on_all_ranks
+from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache._fs import DirectoryHandle
 from torchrec_embcache._saves_in_flight import wait_for_saves
 from torchrec_embcache.checkpoint import Saver
@@ -89,7 +88,7 @@ def sharded_tables(model: nn.Module, key: str = "embcache", *, slots: bool = Tru
     folder_of(key)
     if not cache_modules(model):
         raise InputError(f"{type(model).__name__} has no cache module: nothing to save or load")
-    replica = dist.get_rank() if is_distributed() else 0
+    replica = all_ranks().rank
     return {key: ShardedTables(key, model, (1,), (0,), replica, slots=slots)}
 
 
@@ -144,7 +143,7 @@ def take_tables(
             "sharded_tables": sorted((each.key, each.slots) for each in tables.values()),
         }
 
-    agree_on_arguments(call_name, arguments)
+    all_ranks().agree_on_arguments(call_name, arguments)
     return taken[0]
 
 
@@ -194,15 +193,16 @@ def check_present(tables: TablesByPath, directory: str | os.PathLike[str]) -> No
 
 def remove_leftovers(tables: TablesByPath, directory: str | os.PathLike[str]) -> None:
     """Removes tables of other keys that an unfinished save left in `directory`. Collective."""
+    ranks = all_ranks()
 
     def remove() -> None:
         wait_for_saves()
         # Megatron writes this file last. A directory that has it is a complete checkpoint.
-        if rank() == 0 and not os.path.exists(os.path.join(directory, "metadata.json")):
+        if ranks.rank == 0 and not os.path.exists(os.path.join(directory, "metadata.json")):
             for key in set(keys_in(directory)) - {each.key for each in tables.values()}:
                 shutil.rmtree(os.path.join(directory, folder_of(key)))
 
-    run_on_all_ranks(remove)
+    ranks.run(remove)
 
 
 def model_of(tables: ShardedTables) -> nn.Module:

@@ -369,11 +369,11 @@ def save_beside_training(rank: int, size: int, path: str) -> list[str]:
         dist.barrier()
         go.set()
         report = future.result(SECONDS)
-        group = _background.save_group()
+        group = _background.save_ranks()
         # The changes of each rank are in the delta, which builds on a checkpoint that all ranks know.
         delta = Saver().save_async(model, path, incremental=True, keep=9).result(SECONDS)
         assert (delta.kind, delta.parent) == ("delta", report.checkpoint)
-        assert _background.save_group() is group, "one process group for all saves"
+        assert _background.save_ranks() is group, "one process group for all saves"
         for checkpoint, expected in ((report.checkpoint, before), (delta.checkpoint, shards.contents())):
             again = Shards(rank, size)
             Saver().load(nn.ModuleDict({"shards": again}), path, checkpoint=checkpoint)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dcp_cases
@@ -19,7 +18,7 @@ from torchrec_embcache.admission import Count, ShowClick
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.eviction import All, L2Norm, Policy, Rule, Ttl
-from torchrec_embcache.eviction._inputs import SweepInputs, gather_single_rank
+from torchrec_embcache.eviction._inputs import SweepInputs
 from torchrec_embcache.exceptions import ConfigError, StateError, StorageError
 from torchrec_embcache.initializers import Constant
 from torchrec_embcache.model._evict import sweep_before_save
@@ -54,8 +53,7 @@ class Least(Rule):
         return True
 
     def resolve(self, on: SweepInputs) -> _native.SweepRule:
-        rank = 0 if on.gather is gather_single_rank else dist.get_rank()
-        least = min(on.gather(lambda: on.step - LAG + 2 * rank))
+        least = min(on.ranks.gather(lambda: on.step - LAG + 2 * on.ranks.rank))
         return _native.SweepRule.trained_until(least) if least >= 0 else _native.SweepRule.nothing()
 
 
@@ -65,10 +63,10 @@ class Fails(Least):
 
     def resolve(self, on: SweepInputs) -> _native.SweepRule:
         def fail() -> None:
-            if on.gather is not gather_single_rank and dist.get_rank() == 1:
+            if on.ranks.rank == 1:
                 raise StorageError("the disk is gone")
 
-        on.gather(fail)
+        on.ranks.gather(fail)
         return super().resolve(on)
 
 

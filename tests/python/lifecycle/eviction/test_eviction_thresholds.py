@@ -1,5 +1,6 @@
 """Thresholds that keep a number of rows in eviction order, compared with a sorted list."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -11,9 +12,9 @@ import torch
 
 from lifecycle_cases import DIM, HALF_LIFE, budgets, decayed, embedding
 from torchrec_embcache import EmbCacheEmbedding, RowMetadata
-from torchrec_embcache._dist.collective import gather_results
+from torchrec_embcache._dist.ranks import ProcessGroupRanks, SingleRank
 from torchrec_embcache.eviction import _select
-from torchrec_embcache.eviction._inputs import SweepInputs, gather_single_rank
+from torchrec_embcache.eviction._inputs import SweepInputs
 from torchrec_embcache.eviction._select import RankKey, TableRowCounts, find_thresholds
 from torchrec_embcache.exceptions import ConfigError, StateError
 
@@ -59,7 +60,7 @@ def in_order(known: Known) -> list[int]:
 
 
 def agreement(table: EmbCacheEmbedding) -> SweepInputs:
-    return SweepInputs(STEP, table.table._native_table, gather_single_rank)
+    return SweepInputs(STEP, table.table._native_table, SingleRank())
 
 
 def ids_of(standings: Sequence[RankKey | None]) -> list[int | None]:
@@ -112,11 +113,12 @@ def test_rows_that_differ_in_their_ids_alone_take_few_passes(monkeypatch):
     table = filled(dict.fromkeys(range(5000), (1.0, 3)))
     rounds = []
 
-    def counting(work: Callable[[], Any]) -> list[Any]:
-        rounds.append(1)
-        return [work()]
+    class Counting(SingleRank):
+        def gather(self, work: Callable[[], Any]) -> list[Any]:
+            rounds.append(1)
+            return super().gather(work)
 
-    on = SweepInputs(STEP, table.table._native_table, counting)
+    on = SweepInputs(STEP, table.table._native_table, Counting())
     assert ids_of(find_thresholds(on, exactly([1, 777, 4999]))) == [1, 777, 4999]
     # How many rows there are; how far they differ, in two calls; then they are told apart, in two calls again.
     assert len(rounds) == 5
@@ -154,19 +156,19 @@ def test_a_table_that_changes_between_two_passes_is_counted_anew(monkeypatch):
     table = filled(known)
     changes = iter([lambda: None, lambda: None, lambda: table.remove_rows([5]), lambda: put(table, {200: (1.0, 0)})])
 
-    def changing(work: Callable[[], Any]) -> list[Any]:
-        next(changes, lambda: None)()
-        return [work()]
+    class Changing(SingleRank):
+        def gather(self, work: Callable[[], Any]) -> list[Any]:
+            next(changes, lambda: None)()
+            return super().gather(work)
 
-    on = SweepInputs(STEP, table.table._native_table, changing)
+    on = SweepInputs(STEP, table.table._native_table, Changing())
     # The first pass finds them all in one part. 0 and 200 have the same score and step.
     assert ids_of(find_thresholds(on, exactly([1, 2, 6, 7]))) == [200, 1, 6, 7]
     assert next(changes, None) is None
 
     added = iter(range(100))
-    always = SweepInputs(
-        STEP, table.table._native_table, lambda work: [(put(table, {1000 + next(added): (1.0, 0)}), work())[1]]
-    )
+    changes = itertools.repeat(lambda: put(table, {1000 + next(added): (1.0, 0)}))
+    always = SweepInputs(STEP, table.table._native_table, Changing())
     with pytest.raises(
         StateError, match="a table changed 16 times while its rows were counted for a sweep after step 40"
     ):
@@ -190,14 +192,15 @@ def cut_by(rank: int, world: int, known: Known, counts: list[int], listed: int) 
     table = filled(mine) if rank in holders else None
     rounds = 0
 
-    def together(work: Callable[[], Any]) -> list[Any]:
-        nonlocal rounds
-        rounds += 1
-        return gather_results(work)
+    class Counting(ProcessGroupRanks):
+        def gather(self, work: Callable[[], Any]) -> list[Any]:
+            nonlocal rounds
+            rounds += 1
+            return super().gather(work)
 
     native = None if table is None else table.table._native_table
     try:
-        return find_thresholds(SweepInputs(STEP, native, together), exactly(counts)), rounds
+        return find_thresholds(SweepInputs(STEP, native, Counting()), exactly(counts)), rounds
     finally:
         _select.MAX_LISTED_ROWS = 1 << 18
 
@@ -221,7 +224,7 @@ def failing(rank: int, world: int) -> list[str]:
     said = []
     for step in (STEP, STEP + 1):
         try:
-            find_thresholds(SweepInputs(step, table.table._native_table, gather_results), exactly([4]))
+            find_thresholds(SweepInputs(step, table.table._native_table, ProcessGroupRanks()), exactly([4]))
         except StateError as error:
             said.append(str(error))
     table.table._native_table.set_step(STEP)
@@ -232,7 +235,7 @@ def failing(rank: int, world: int) -> list[str]:
         return 1
 
     try:
-        find_thresholds(SweepInputs(STEP, table.table._native_table, gather_results), [refuse])
+        find_thresholds(SweepInputs(STEP, table.table._native_table, ProcessGroupRanks()), [refuse])
     except ConfigError as error:
         said.append(str(error))
     return said
