@@ -11,10 +11,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ._paths import open_to_save
-from .exceptions import CorruptionError, EmbCacheError, PathError, StorageError, StoragePermissionError
+from ._paths import open_to_save, storage_error
+from .exceptions import CorruptionError, EmbCacheError, PathError
 
-__all__ = ["DirectoryHandle", "sync", "write_at"]
+__all__ = ["DirectoryHandle", "open_regular_file", "sync", "write_at"]
 
 
 @contextlib.contextmanager
@@ -25,16 +25,11 @@ def _convert_os_errors(action: str, path: str) -> Iterator[None]:
     except OSError as cause:
         if isinstance(cause, EmbCacheError):
             raise
-        if cause.errno == errno.ELOOP:
-            error: EmbCacheError = PathError(
-                f"cannot {action} {path}: it is a symbolic link; put the file itself in its place"
-            )
-        elif isinstance(cause, PermissionError):
-            error = StoragePermissionError(f"cannot {action} {path}: {cause.strerror}")
-        else:
-            error = StorageError(f"cannot {action} {path}: {cause.strerror}")
-        error.errno, error.filename = cause.errno, path
-        raise error from cause
+        if cause.errno != errno.ELOOP:
+            raise storage_error(action, path, cause) from cause
+        link = PathError(f"cannot {action} {path}: it is a symbolic link; put the file itself in its place")
+        link.errno, link.filename = cause.errno, path
+        raise link from cause
 
 
 class DirectoryHandle:
@@ -88,15 +83,8 @@ class DirectoryHandle:
 
     def open_file(self, name: str) -> int:
         """Opens a regular file for reading. Raises `CorruptionError` if it is not a regular file."""
-        path = self.path_of(name)
-        with _convert_os_errors("open", path):
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(name, flags, dir_fd=self.fd)
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            os.close(fd)
-            raise CorruptionError(f"{path} is no regular file but {stat.filemode(found.st_mode)}")
-        return fd
+        with _convert_os_errors("open", self.path_of(name)):
+            return open_regular_file(self.path_of(name), os.O_RDONLY | os.O_NOFOLLOW, name, self.fd)
 
     def write_atomically(self, name: str, data: bytes) -> None:
         """Writes a file atomically: after a crash it has either the old or the new content."""
@@ -123,6 +111,25 @@ class DirectoryHandle:
                 shutil.rmtree(name, dir_fd=self.fd)
             else:
                 os.unlink(name, dir_fd=self.fd)
+
+
+def open_regular_file(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, name: str | None = None, dir_fd: int | None = None
+) -> int:
+    """Opens the file `path`, or `name` below the directory `dir_fd`, without waiting for a writer.
+
+    Raises `CorruptionError` if it is not a regular file: a read from a pipe or a device might never end.
+    """
+    fd = os.open(path if name is None else name, flags | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        error = CorruptionError(
+            f"{path}: offset 0: what is there: expected a regular file, found {stat.filemode(mode)}"
+        )
+        error.filename = os.fspath(path)
+        raise error
+    return fd
 
 
 def sync(fd: int, path: str) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "open_to_save",
     "override_default_checks",
     "path_exists",
+    "storage_error",
 ]
 
 PathChecks = Literal["strict", "basic", "trusted"]
@@ -89,8 +90,13 @@ def path_exists(path: str | os.PathLike[str]) -> bool:
     except OSError as cause:
         if cause.errno in (errno.ENOENT, errno.ENOTDIR):
             return False
-        kind = StoragePermissionError if isinstance(cause, PermissionError) else StorageError
-        error = kind(f"cannot look at {os.fspath(path)}: {cause.strerror}")
-        error.errno, error.filename = cause.errno, os.fspath(path)
-        raise error from cause
+        raise storage_error("look at", os.fspath(path), cause) from cause
     return True
+
+
+def storage_error(action: str, path: str, cause: OSError, remedy: str = "") -> StorageError | StoragePermissionError:
+    """Returns the error of a failed file operation, with the action, the path, the reason and the `errno`."""
+    kind = StoragePermissionError if isinstance(cause, PermissionError) else StorageError
+    error = kind(f"cannot {action} {path}: {cause.strerror}{remedy}")
+    error.errno, error.filename = cause.errno, path
+    return error

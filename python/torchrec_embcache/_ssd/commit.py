@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchrec_embcache._native import CommitDirectory, Table
+from torchrec_embcache._paths import storage_error
 from torchrec_embcache.config import SsdRoot
 from torchrec_embcache.exceptions import PathError, StateError, StorageError, StoragePermissionError
 
@@ -152,15 +153,10 @@ def _list_directory(directory: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as cause:
-        refused = isinstance(cause, PermissionError)
-        if refused and _has_other_owner(directory):
+        if isinstance(cause, PermissionError) and _has_other_owner(directory):
             return []
-        error = (StoragePermissionError if refused else StorageError)(
-            f"cannot look for tables in {directory}: {cause.strerror}; what was flushed is complete, and the next flush is too, "
-            "when the directory can be read"
-        )
-        error.errno, error.filename = cause.errno, directory
-        raise error from cause
+        remedy = "; what was flushed is complete, and the next flush is too, when the directory can be read"
+        raise storage_error("look for tables in", directory, cause, remedy) from cause
 
 
 def _has_other_owner(directory: str) -> bool:

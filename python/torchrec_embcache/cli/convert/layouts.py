@@ -19,7 +19,6 @@ import functools
 import math
 import os
 import re
-import stat
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_embcache._fs import open_regular_file
 from torchrec_embcache.checkpoint.recis._schema import PAD
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
 
@@ -98,17 +98,9 @@ def _chunk_rows(row_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _open_regular_file(path: Path) -> Iterator[Path]:
-    """Opens a regular file. The yielded path refers to it even if it is renamed.
-
-    Raises `CorruptionError` for any other file type: a read from a pipe or a device might never end.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    """Opens a regular file. The yielded path refers to it even if it is renamed. Raises like `open_regular_file`."""
+    fd = open_regular_file(path)
     try:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            raise CorruptionError(
-                f"{path}: offset 0: what is there: expected a regular file, found {stat.filemode(mode)}"
-            )
         yield Path(f"/proc/self/fd/{fd}")
     finally:
         os.close(fd)

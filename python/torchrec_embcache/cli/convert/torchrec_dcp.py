@@ -15,7 +15,6 @@ import math
 import os
 import pickle
 import re
-import stat
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from torchrec_embcache._fs import open_regular_file
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
 
 __all__ = ["MAX_ROWS", "METADATA_FILE", "DcpTable", "read_tables"]
@@ -92,7 +92,7 @@ class _TensorChunk:
 
     def values(self) -> NDArray[np.float32]:
         """Maps the rectangle; data is read on access."""
-        with open(self.file, "rb", opener=_open_regular) as whole:
+        with open(self.file, "rb", opener=open_regular_file) as whole:
             part = _FileSlice(whole, self.offset, self.length, self.file)
             try:
                 # This only reads shape, strides and offset: tensors on "meta" have no data.
@@ -158,14 +158,6 @@ class _FileSlice(io.RawIOBase):
         view[: len(data)] = data
         self._position += len(data)
         return len(data)
-
-
-def _open_regular(path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise _corruption_error(Path(path), "what is there", "a regular file", "something else")
-    return fd
 
 
 def _map_strided(
@@ -301,7 +293,7 @@ class DcpTable:
 
 
 def _read_metadata(path: Path) -> Metadata:
-    with open(path, "rb", opener=_open_regular) as file:
+    with open(path, "rb", opener=open_regular_file) as file:
         if (length := os.fstat(file.fileno()).st_size) > _MAX_METADATA_BYTES:
             raise _corruption_error(path, "the file's length", f"at most {_MAX_METADATA_BYTES}", length)
         try:
