@@ -5,6 +5,7 @@ The fields have the names of the native counters. CONTRIBUTING.md explains how t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -82,7 +83,18 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class TierStats:
+class _NativeFields:
+    """Counters whose fields have the names of a native class."""
+
+    @classmethod
+    def from_native(cls, native: object, **more: object) -> Self:
+        """Converts the native counters. `more`: the values of fields that `native` does not have."""
+        names = [field.name for field in fields(cls) if field.name not in more]
+        return cls(**more, **{name: _converted(getattr(native, name)) for name in names})
+
+
+@dataclass(frozen=True)
+class TierStats(_NativeFields):
     """The counters of one tier of one table since the table was opened.
 
     - `rows`, `bytes`: current contents of the tier. The bytes include its index.
@@ -115,11 +127,6 @@ class TierStats:
     read_bytes: int
     written_bytes: int
     time_ns: int
-
-    @classmethod
-    def from_native(cls, native: _native.TierStats) -> Self:
-        """Converts the native counters."""
-        return cls(**_fields_from_native(TierStats, native))
 
 
 @dataclass(frozen=True)
@@ -166,13 +173,9 @@ class SsdStats(TierStats):
     read_only: bool
 
     @classmethod
-    def from_native(cls, native: _native.SsdStats) -> Self:  # type: ignore[override]
-        """Converts the native counters."""
-        apart = {
-            **_fields_from_native(TierStats, native.tier),
-            "read_latency": Histogram.from_native(native.read_latency),
-        }
-        return cls(**apart, **_fields_from_native(cls, native, exclude=apart))
+    def from_native(cls, native: _native.SsdStats, **more: object) -> Self:  # type: ignore[override]
+        """Converts the native counters, which have those of every tier apart."""
+        return super().from_native(native, **vars(TierStats.from_native(native.tier)), **more)
 
     @property
     def write_amplification(self) -> float:
@@ -181,7 +184,7 @@ class SsdStats(TierStats):
 
 
 @dataclass(frozen=True)
-class AdmissionStats:
+class AdmissionStats(_NativeFields):
     """Admission counters since the table was opened: ids without a row in training batches. An id counts once per batch.
 
     - `admitted`: ids that were admitted.
@@ -209,14 +212,9 @@ class AdmissionStats:
     pending_bytes: int
     forgotten: int
 
-    @classmethod
-    def from_native(cls, native: _native.AdmissionStats) -> Self:
-        """Converts the native counters."""
-        return cls(**_fields_from_native(cls, native))
-
 
 @dataclass(frozen=True)
-class EvictionStats:
+class EvictionStats(_NativeFields):
     """Counters of a table's eviction sweeps since the table was opened.
 
     - `evicted`: rows that a rule evicted. During a sweep, rows are counted when they leave their tier.
@@ -246,14 +244,9 @@ class EvictionStats:
     is_sweeping: bool
     undelivered: int
 
-    @classmethod
-    def from_native(cls, native: _native.EvictionStats) -> Self:
-        """Converts the native counters."""
-        return cls(**_fields_from_native(cls, native))
-
 
 @dataclass(frozen=True)
-class TableStats:
+class TableStats(_NativeFields):
     """The counters of one shard of a table.
 
     - `rows`: rows in all tiers together, including those that a sweep in progress has yet to remove.
@@ -300,21 +293,6 @@ class TableStats:
     host: TierStats
     ssd: SsdStats | None
 
-    @classmethod
-    def from_native(cls, native: _native.TableStats, kernels: str) -> Self:
-        """Converts the native counters, and adds the name of the kernels."""
-        tiers: dict[str, Any] = {
-            "kernels": kernels,
-            "row_wait": Histogram.from_native(native.row_wait),
-            "lock_held": Histogram.from_native(native.lock_held),
-            "admission": AdmissionStats.from_native(native.admission) if native.admission is not None else None,
-            "eviction": EvictionStats.from_native(native.eviction) if native.eviction is not None else None,
-            "device": TierStats.from_native(native.device) if native.device is not None else None,
-            "host": TierStats.from_native(native.host),
-            "ssd": SsdStats.from_native(native.ssd) if native.ssd is not None else None,
-        }
-        return cls(**tiers, **_fields_from_native(cls, native, exclude=tiers))
-
     def __repr__(self) -> str:
         """Formats the counters of the table in one line, and adds a line for each histogram and each part."""
         lines = [f"{type(self).__name__}({_format_counters(self)})"]
@@ -342,6 +320,14 @@ def _format_histogram(histogram: Histogram) -> str:
     return f"{histogram.count} in {histogram.sum_ns / 1e6:.3f} ms, p50 {p50:.3f} ms, p99 {p99:.3f} ms"
 
 
-def _fields_from_native(kind: type[Any], native: object, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the values of `native` for the fields of the dataclass `kind`, except those in `exclude`."""
-    return {field.name: getattr(native, field.name) for field in fields(kind) if field.name not in (exclude or {})}
+def _converted(value: Any) -> Any:
+    """Returns the class of this module for native counters, and other values unchanged."""
+    kinds: dict[type[Any], Callable[[Any], object]] = {
+        _native.Histogram: Histogram.from_native,
+        _native.TierStats: TierStats.from_native,
+        _native.SsdStats: SsdStats.from_native,
+        _native.AdmissionStats: AdmissionStats.from_native,
+        _native.EvictionStats: EvictionStats.from_native,
+    }
+    convert = kinds.get(type(value))
+    return value if convert is None else convert(value)

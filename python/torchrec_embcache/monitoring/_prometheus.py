@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
 from torchrec_embcache.exceptions import StorageError, UnsupportedError
 from torchrec_embcache.serving.tables import Tables
-from torchrec_embcache.stats import Histogram
 
 from ._background import FailureLogger, close_at_exit
-from ._catalog import METRICS, Metric
-from ._sampling import MetricValue, Sampler, TableSample
+from ._catalog import METRICS
+from ._families import metric_family
+from ._sampling import Sampler
 from ._serving import ServingCollector
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
-__all__ = ["BOUNDS_NS", "LABELS", "PrometheusExporter"]
+__all__ = ["LABELS", "PrometheusExporter"]
 
 #: The labels of every metric.
 LABELS = ("module", "table", "rank")
-#: Histogram bounds: the powers of two from 1 µs to 34 s, which are exact bounds of the native buckets. Fewer than the native
-#: buckets, because Prometheus keeps a series for each.
-BOUNDS_NS = tuple(1 << power for power in range(10, 36))
 
 
 class PrometheusExporter:
@@ -137,50 +134,5 @@ class _TableCollector:
         for metric in METRICS:
             having = [table for table in tables if metric.path in table.values]
             if having:
-                yield _metric_family(metric, having)
-
-
-def _metric_family(metric: Metric, tables: list[TableSample]) -> Family:
-    from prometheus_client.metrics_core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-        InfoMetricFamily,
-    )
-
-    labels = [*LABELS, *([metric.label] if metric.label else [])]
-    of_kind: dict[str, Any] = {
-        "counter": CounterMetricFamily,
-        "gauge": GaugeMetricFamily,
-        "flag": GaugeMetricFamily,
-        "histogram": HistogramMetricFamily,
-        "text": InfoMetricFamily,
-    }
-    family = of_kind[metric.kind](metric.name.removesuffix("_total").removesuffix("_info"), metric.about, labels=labels)
-    for table in tables:
-        _add_sample(family, metric, [table.module, table.table, str(table.rank)], table.values[metric.path])
-    return family  # type: ignore[no-any-return]
-
-
-def _add_sample(family: Any, metric: Metric, labels: list[str], value: MetricValue) -> None:
-    if isinstance(value, Histogram):
-        family.add_metric(labels, buckets=_cumulative(value), sum_value=value.sum_ns / 1e9)
-    elif isinstance(value, Mapping):
-        for name, number in value.items():
-            family.add_metric([*labels, name], number)
-    elif isinstance(value, str):
-        family.add_metric(labels, {metric.path.split(".")[-1]: value})
-    else:
-        family.add_metric(labels, value / 1e9 if metric.path.endswith("_ns") else float(value))
-
-
-def _cumulative(value: Histogram) -> list[tuple[str, float]]:
-    """Returns the number of durations up to each bound, in seconds, in the form of Prometheus."""
-    found: list[tuple[str, float]] = []
-    at = seen = 0
-    for bound in BOUNDS_NS:
-        while at < len(value.buckets) and value.buckets[at][0] <= bound:
-            seen += value.buckets[at][1]
-            at += 1
-        found.append((repr(bound / 1e9), seen))
-    return [*found, ("+Inf", value.count)]
+                samples = [([each.module, each.table, str(each.rank)], each.values[metric.path]) for each in having]
+                yield metric_family(metric, LABELS, samples)

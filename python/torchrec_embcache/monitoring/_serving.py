@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,7 +14,8 @@ from torchrec_embcache.serving._modules import tables_of
 from torchrec_embcache.serving.stats import ServingStats
 from torchrec_embcache.serving.tables import Tables
 
-from ._catalog import Metric
+from ._catalog import Metric, metric_of
+from ._families import metric_family
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -23,52 +24,27 @@ __all__ = ["SERVING_METRICS", "ServingCollector"]
 
 #: Every metric of `ServingStats`, in the order of the documentation. Each has the label `path`, the served directory.
 SERVING_METRICS: tuple[Metric, ...] = (
-    Metric("version", "embcache_serving_checkpoint_info", "text", "Name of the served checkpoint."),
-    Metric("seq", "embcache_serving_version", "gauge", "Number of the served checkpoint."),
-    Metric(
-        "staleness_seconds", "embcache_serving_staleness_seconds", "gauge", "Age of the served checkpoint, in seconds."
+    metric_of("serving", "version", "text", "Name of the served checkpoint.", name="checkpoint"),
+    metric_of("serving", "seq", "gauge", "Number of the served checkpoint.", name="version"),
+    metric_of("serving", "staleness_seconds", "gauge", "Age of the served checkpoint, in seconds."),
+    metric_of("serving", "is_stale", "flag", "1 if its age exceeds `max_staleness_seconds`.", name="stale"),
+    metric_of("serving", "polls", "counter", "Polls for a newer checkpoint."),
+    metric_of("serving", "swaps", "counter", "Changes of the served checkpoint, including rollbacks."),
+    metric_of("serving", "failed_polls", "counter", "Polls that failed; the previous version stays."),
+    metric_of("serving", "last_error", "flag", "1 if the last poll failed; the log has the error.", name="failing"),
+    metric_of("serving", "versions", "gauge", "Versions that are served, retained for a rollback, or pinned."),
+    metric_of("serving", "lookups", "counter", "Lookups in tables."),
+    metric_of("serving", "ids", "counter", "Looked-up ids."),
+    metric_of("serving", "missing", "counter", "Looked-up ids without a row.", name="missing_ids"),
+    metric_of("serving", "cold_rows", "counter", "Rows whose pages were probably not in memory, and were requested."),
+    metric_of("serving", "rows", "gauge", "Rows of all tables."),
+    metric_of("serving", "overlay_ids", "gauge", "Ids of deltas that the indexes do not cover yet."),
+    metric_of(
+        "serving", "shared_index_bytes", "gauge", "Bytes of the indexes that all processes of the machine share."
     ),
-    Metric("is_stale", "embcache_serving_stale", "flag", "1 if its age exceeds `max_staleness_seconds`."),
-    Metric("polls", "embcache_serving_polls_total", "counter", "Polls for a newer checkpoint."),
-    Metric(
-        "swaps",
-        "embcache_serving_swaps_total",
-        "counter",
-        "Changes of the served checkpoint, including rollbacks.",
-    ),
-    Metric(
-        "failed_polls",
-        "embcache_serving_failed_polls_total",
-        "counter",
-        "Polls that failed; the previous version stays.",
-    ),
-    Metric("last_error", "embcache_serving_failing", "flag", "1 if the last poll failed; the log has the error."),
-    Metric(
-        "versions",
-        "embcache_serving_versions",
-        "gauge",
-        "Versions that are served, retained for a rollback, or pinned.",
-    ),
-    Metric("lookups", "embcache_serving_lookups_total", "counter", "Lookups in tables."),
-    Metric("ids", "embcache_serving_ids_total", "counter", "Looked-up ids."),
-    Metric("missing", "embcache_serving_missing_ids_total", "counter", "Looked-up ids without a row."),
-    Metric(
-        "cold_rows",
-        "embcache_serving_cold_rows_total",
-        "counter",
-        "Rows whose pages were probably not in memory, and were requested.",
-    ),
-    Metric("rows", "embcache_serving_rows", "gauge", "Rows of all tables."),
-    Metric("overlay_ids", "embcache_serving_overlay_ids", "gauge", "Ids of deltas that the indexes do not cover yet."),
-    Metric(
-        "shared_index_bytes",
-        "embcache_serving_shared_index_bytes",
-        "gauge",
-        "Bytes of the indexes that all processes of the machine share.",
-    ),
-    Metric(
+    metric_of(
+        "serving",
         "private_bytes",
-        "embcache_serving_private_bytes",
         "gauge",
         "Bytes of indexes and of ids of deltas in the private memory of this process.",
     ),
@@ -119,7 +95,10 @@ class ServingCollector:
         """Yields the current metrics."""
         having = list(self._stats())
         for metric in SERVING_METRICS if having else ():
-            yield _serving_family(metric, having)
+            values = [([path], getattr(stats, metric.path)) for path, stats in having]
+            if metric.path == "last_error":
+                values = [(label, error is not None) for label, error in values]
+            yield metric_family(metric, ["path"], values)
 
     def _stats(self) -> Iterator[tuple[str, ServingStats]]:
         served = self._served()
@@ -134,25 +113,3 @@ class ServingCollector:
             opened[tables.path] += 1
             times = opened[tables.path]
             yield tables.path if times == 1 else f"{tables.path}#{times}", stats
-
-
-def _serving_family(metric: Metric, stats_by_path: list[tuple[str, ServingStats]]) -> Family:
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-
-    of_kind: dict[str, Any] = {
-        "counter": CounterMetricFamily,
-        "gauge": GaugeMetricFamily,
-        "flag": GaugeMetricFamily,
-        "text": InfoMetricFamily,
-    }
-    name = metric.name.removesuffix("_total").removesuffix("_info")
-    family = of_kind[metric.kind](name, metric.about, labels=["path"])
-    for path, stats in stats_by_path:
-        value = getattr(stats, metric.path)
-        if metric.kind == "text":
-            family.add_metric([path], {metric.path: value})
-        elif metric.path == "last_error":
-            family.add_metric([path], float(value is not None))
-        else:
-            family.add_metric([path], float(value))
-    return family  # type: ignore[no-any-return]

@@ -33,8 +33,8 @@ from torchrec_embcache.monitoring import (
     TensorBoardLogger,
     scalars,
 )
+from torchrec_embcache.monitoring._families import BOUNDS_NS
 from torchrec_embcache.monitoring._jsonl import sample_from_line
-from torchrec_embcache.monitoring._prometheus import BOUNDS_NS
 from torchrec_embcache.monitoring._sampling import flatten_stats
 
 BY_PATH = {metric.path: metric for metric in METRICS}
