@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import inspect
 import os
+import queue
 import sys
 import tempfile
 import traceback
@@ -26,6 +27,8 @@ IMPORTED_ONCE = [
 # Generous limits, which only end a hang.
 COLLECTIVE_TIMEOUT_S = 600
 ANSWER_TIMEOUT_S = 900
+# After a rank has failed, the others may wait for it in a collective. Their errors would say no more.
+REST_TIMEOUT_S = 20
 
 
 @contextlib.contextmanager
@@ -156,7 +159,11 @@ class World:
         results: list[Any] = [None] * self.size
         failures = []
         for _ in range(self.size):
-            rank, result, failure = self._answers.get(timeout=ANSWER_TIMEOUT_S)
+            try:
+                rank, result, failure = self._answers.get(timeout=REST_TIMEOUT_S if failures else ANSWER_TIMEOUT_S)
+            except queue.Empty:
+                failures.append("the other ranks have not answered")
+                break
             results[rank] = result
             if failure is not None:
                 failures.append(f"rank {rank}:\n{failure}")
@@ -172,7 +179,7 @@ class World:
         for tasks in self._tasks:
             tasks.put(None)
         for process in self._processes:
-            process.join(timeout=20)
+            process.join(timeout=REST_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
