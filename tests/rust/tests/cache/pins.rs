@@ -115,7 +115,9 @@ fn nothing_that_a_plan_has_pinned_is_evicted_by_what_comes_after() {
 
 #[test]
 fn error_during_insertion_leaves_no_row_and_no_pin() {
-    let wide = TableConfig { dim: 512, ..on_ssd(0) };
+    // The rows to demote exceed the write buffers that wait for the disk, so the plan waits for a write.
+    let mut wide = TableConfig { dim: 2048, ..on_ssd(0) };
+    wide.ssd.as_mut().expect("an SSD tier").bytes = 512 << 20;
     let host_bytes = 10_000 * embcache::cache::host_row_bytes(&wide.layout(), wide.policy);
     let (rig, faults) = Rig::with_faults(TableConfig { host_bytes, ..wide });
     for first in (0..5000).step_by(500) {
