@@ -5,8 +5,9 @@ The fields have the names of the native counters. CONTRIBUTING.md explains how t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, Self
 
 from . import _native
@@ -87,7 +88,7 @@ class _NativeFields:
     """Counters whose fields have the names of a native class."""
 
     @classmethod
-    def from_native(cls, native: object, **more: object) -> Self:
+    def from_native(cls, native: object, more: Mapping[str, object] = MappingProxyType({})) -> Self:
         """Converts the native counters. `more`: the values of fields that `native` does not have."""
         names = [field.name for field in fields(cls) if field.name not in more]
         return cls(**more, **{name: _converted(getattr(native, name)) for name in names})
@@ -173,9 +174,9 @@ class SsdStats(TierStats):
     read_only: bool
 
     @classmethod
-    def from_native(cls, native: _native.SsdStats, **more: object) -> Self:  # type: ignore[override]
-        """Converts the native counters, which have those of every tier apart."""
-        return super().from_native(native, **vars(TierStats.from_native(native.tier)), **more)
+    def from_native(cls, native: _native.SsdStats, more: Mapping[str, object] = MappingProxyType({})) -> Self:  # type: ignore[override]
+        """Converts the native counters, whose `tier` has those of every tier."""
+        return super().from_native(native, {**vars(TierStats.from_native(native.tier)), **more})
 
     @property
     def write_amplification(self) -> float:

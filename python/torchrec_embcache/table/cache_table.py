@@ -536,7 +536,8 @@ class CacheTable(CloseOnExitMixin):
     def stats(self) -> TableStats:
         """Returns the counters of the table and of its tiers."""
         return TableStats.from_native(
-            self._native_table.stats(), kernels=self._tier_or_none.kernels if self._tier_or_none is not None else "core"
+            self._native_table.stats(),
+            {"kernels": self._tier_or_none.kernels if self._tier_or_none is not None else "core"},
         )
 
     def miss_ratio_curve(self, policy: CachePolicy | None = None, *, reset: bool = False) -> MissRatioCurve:

@@ -94,5 +94,5 @@ def test_interrupted_sweep_is_complete_or_left_to_the_next_call(name: str, tmp_p
     child = Child(interrupt_sweeps, name, str(tmp_path), list(OPERATIONS).index(name) * 5, daemon=False)
     tried, outcomes = result(child)
     assert tried > 3
-    # In most cases the sweep has come at some lines, and at others it has not.
-    assert outcomes == 2
+    # An operation is stopped before its sweep at some lines, and after it at others. The sweep is the last line of `table.evict`.
+    assert outcomes == (1 if name == "table.evict" else 2)

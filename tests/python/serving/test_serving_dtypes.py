@@ -157,7 +157,7 @@ def test_verify_holds_the_index_against_the_rows(ckpt: Path, capsys: pytest.Capt
     lines = next(at for at in range(4096, len(whole)) if whole[at])
     index.write_bytes(whole[:lines] + bytes([whole[lines] ^ 255]) + whole[lines + 1 :])
     said = command(capsys, "verify", ckpt, status=1)
-    assert "is damaged" in said
+    assert "is corrupted" in said
     assert f"remove {index}: servers, or `embcache index`, make it anew" in said
     # One that is of another checkpoint is made anew by servers, and is no damage of this one.
     publish(table, saver, ckpt, 31.0)
