@@ -178,7 +178,7 @@ def interrupt_ranks(_rank: int, _world: int, name: str, file: str, base: Path) -
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [("evict", "_dist/collective.py"), ("save", "model/_evict.py"), ("step", "table/_sweep.py")],
+    [("evict", "_dist/ranks.py"), ("save", "model/_evict.py"), ("step", "table/_sweep.py")],
 )
 def test_interrupt_of_all_ranks_sweeps_all_tables_or_none(
     two_ranks: World, name: str, file: str, tmp_path: Path
