@@ -15,7 +15,7 @@
 //! ```
 //!
 //! A data file contains one group of rows of at most 16 MiB, sorted by (bucket, `uint64(id)`), with one tensor per
-//! column (see [`format`]).
+//! column (see [`mod@format`]).
 //!
 //! All operations in a user's directory take a [`CheckpointDirectory`], which was checked and is held open. Saving:
 //!

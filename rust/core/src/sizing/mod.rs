@@ -1,6 +1,6 @@
 //! Miss ratio of a table as a function of its rows in RAM, measured on live traffic.
 //!
-//! A [`TableSizing`] receives the distinct ids of every plan and keeps a fixed number of them, chosen by a hash. On
+//! A `TableSizing` receives the distinct ids of every plan and keeps a fixed number of them, chosen by a hash. On
 //! these it simulates, in miniature, caches of many sizes. Sources: SHARDS with a fixed size, for `lru` (Waldspurger,
 //! Park, Garthwaite, Ahmad, "Efficient MRC construction with SHARDS", FAST 2015); miniature simulations on the same
 //! sample for the other policies (Waldspurger, Saemundsson, Ahmad, Park, "Cache modeling and optimization using
