@@ -8,6 +8,7 @@ import json
 import posixpath
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "LICENSE": "license.md",
 }
+# Where the site's readers find the other files of the repository.
+SOURCES = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["repository"] + "/blob/main/"
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 # A link that is named by its file, as those of the README are.
 _NAMED_BY_FILE = re.compile(r"\[(?:docs/)?[\w.-]+\.md\]\(([^)\s#]+\.md)\)")
@@ -79,7 +82,7 @@ def _shown(output: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Take out the comments that only tests read, and turn links to files of the repository into links to pages."""
+    """Take out the comments that only tests read, and turn links to files of the repository into links to pages or sources."""
     del config, files
     here = page.file.src_uri
     source = next((name for name, to in PAGES.items() if to == here), f"docs/{here}")
@@ -92,11 +95,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"[{title}]({link[1]})"
 
     text = _NAMED_BY_FILE.sub(titled, _HIDDEN.sub("", markdown))
-    return _LINK.sub(_turned(folder, posixpath.dirname(here)), text)
+    return _LINK.sub(_turned(source, posixpath.dirname(here)), text)
 
 
-def _turned(folder: str, page_folder: str) -> Callable[[re.Match[str]], str]:
-    """A link in a file of `folder` of the repository as one of a page in `page_folder` of the site."""
+def _turned(source: str, page_folder: str) -> Callable[[re.Match[str]], str]:
+    """A link in the file `source` of the repository as one of a page in `page_folder` of the site."""
+    folder = posixpath.dirname(source)
 
     def turned(link: re.Match[str]) -> str:
         if ":" in link[1]:
@@ -106,10 +110,12 @@ def _turned(folder: str, page_folder: str) -> Callable[[re.Match[str]], str]:
             target = PAGES[target]
         elif target.startswith("examples/"):
             target = target.removesuffix(".py").removesuffix(".ipynb") + ".md"
-        elif target.startswith("docs/"):
+        elif target.startswith("docs/") and not target.endswith(".py"):
             target = target.removeprefix("docs/")
+        elif (ROOT / target).is_file() and not target.startswith("../"):
+            return SOURCES + target + (link[2] or "")
         else:
-            raise ValueError(f"a page links to {target}, which is no page of the site")
+            raise ValueError(f"{source} links to {target}, which is neither a page nor a file of the repository")
         return posixpath.relpath(target, page_folder or ".") + (link[2] or "")
 
     return turned

@@ -1,11 +1,12 @@
-"""The catalogs of benchmarks and metrics list the same names as the code and the pages."""
+"""The catalogs of benchmarks, metrics, loggers, and links to sources name what is in the code."""
 
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sources import ROOT, report
+from sources import ROOT, name_of, report
 
 if TYPE_CHECKING:
     from torchrec_embcache.monitoring import Metric
@@ -63,7 +64,34 @@ def logger_names() -> Iterator[str]:
     yield from sorted(set(re.findall(r"torchrec_embcache\.core\.([a-z_]+)", page)) - modules)
 
 
-RULES = (benches, metric_pages, logger_names)
+def page_paths() -> list[Path]:
+    """The pages of the docs, README.md and CONTRIBUTING.md."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+
+
+def defines(source: str, name: str) -> bool:
+    """True if a Rust or Python source defines `name`, a part of a path, or implements it."""
+    word = rf"{re.escape(name)}\b"
+    item = rf"\b(?:fn|struct|enum|trait|class|def) {word}|^{word}[^\n=]*=|\bimpl\b[^{{;]*?\b{word}[^{{;]*\{{"
+    return re.search(item, source, re.MULTILINE) is not None
+
+
+def source_links() -> Iterator[str]:
+    """A link named `Type::function`, `Class.method` or `file.rs` leads to the source that defines it."""
+    for page in page_paths():
+        for text, target in re.findall(r"\[([^]\n]*`)\]\(([^)\s#:]+\.(?:rs|py))\)", page.read_text()):
+            path = page.parent / target
+            for name in re.findall(r"`([^`]+)`", text):
+                if not path.is_file():
+                    yield f"{name_of(page)}: no file {target}"
+                elif name.endswith((".rs", ".py")):
+                    if not path.resolve().as_posix().endswith("/" + name):
+                        yield f"{name_of(page)}: {name} leads to {target}"
+                elif not all(defines(path.read_text(), part) for part in re.split(r"::|\.", name)):
+                    yield f"{name_of(page)}: {target} does not define {name}"
+
+
+RULES = (benches, metric_pages, logger_names, source_links)
 
 if __name__ == "__main__":
     sys.exit(report(*RULES) > 0)
