@@ -1,4 +1,4 @@
-"""The catalogs of benchmarks, metrics, loggers, and links to sources name what is in the code."""
+"""Lists in the docs have the names of the code: benches, metrics, loggers, optimizers, policies, commands, linked functions."""
 
 import re
 import sys
@@ -64,6 +64,56 @@ def logger_names() -> Iterator[str]:
     yield from sorted(set(re.findall(r"torchrec_embcache\.core\.([a-z_]+)", page)) - modules)
 
 
+# The names in prose that differ from those in the code.
+PROSE = {
+    "rowwise Adagrad": "RowWiseAdagrad",
+    "partial rowwise Adam": "PartialRowWiseAdam",
+    "S3-FIFO": "s3fifo",
+    "LRU": "lru",
+    "LFU": "lfu",
+}
+# Where the docs list names: page, the list (the group of the pattern), and a name in it (by default, names between commas).
+COMMAND_LISTS = (
+    ("docs/cli.md", r"^\| command \|.*?\n\n", r"\n\| `embcache ([a-z]+)"),
+    ("CHANGELOG.md", r"^- `embcache`: (.*?)\.$", r"`(\w+)`"),
+)
+OPTIMIZER_LISTS = (
+    ("README.md", r"^\| optimizers \| ([^.|]*)", None),
+    ("CHANGELOG.md", r"^- (SGD, [^.]*), fused in the backward", None),
+    ("docs/comparison.md", r"^\| optimizers \| ([^|]*) \|", None),
+    ("docs/configuration.md", r"^\| \| `lr` .*?\n\n", r"\n\| `optimizers\.(\w+)`"),
+    ("docs/design.md", r"^\| optimizer \| update .*?---[^\n]*(.*?)\n\n", r"\n\| ([^|]*) \|"),
+)
+POLICY_LISTS = (
+    ("README.md", r"^\| policies \| ([^|]*) select", None),
+    ("docs/comparison.md", r"^\| cache policies \| ([^|]*) \|", None),
+    ("docs/configuration.md", r"^\| `policy` \|[^|]*\|([^|]*)", r'`"(\w+)"`'),
+    ("docs/design.md", r"^## Policies\n.*?^## ", r"\n- `(\w+)`"),
+)
+
+
+def code_lists() -> Iterator[str]:
+    """The lists of optimizers, cache policies and commands in the docs have the names of the code."""
+    from typing import get_args
+
+    from torchrec_embcache.cli import _parser
+    from torchrec_embcache.config import CachePolicy
+    from torchrec_embcache.optimizers import BY_KIND
+
+    (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))  # noqa: SLF001 - argparse has no other way
+    for names, lists in (
+        ({kind.__name__ for kind in BY_KIND.values()}, OPTIMIZER_LISTS),
+        ({*get_args(CachePolicy)}, POLICY_LISTS),
+        ({*commands}, COMMAND_LISTS),
+    ):
+        for page, pattern, item in lists:
+            found = re.search(pattern, (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+            text = "" if found is None else found[found.re.groups]
+            listed = re.findall(item, text) if item else re.split(r",\s(?:and\s)?|\sand\s", text)
+            if sorted(PROSE.get(name, name) for name in listed) != sorted(names):
+                yield f"{page}: a list has {', '.join(listed) or 'no names'}, and the code has {', '.join(sorted(names))}"
+
+
 def page_paths() -> list[Path]:
     """The pages of the docs, README.md and CONTRIBUTING.md."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
@@ -91,7 +141,7 @@ def source_links() -> Iterator[str]:
                     yield f"{name_of(page)}: {target} does not define {name}"
 
 
-RULES = (benches, metric_pages, logger_names, source_links)
+RULES = (benches, metric_pages, logger_names, code_lists, source_links)
 
 if __name__ == "__main__":
     sys.exit(report(*RULES) > 0)
