@@ -27,9 +27,12 @@ ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | 
 DOCS := $(VENV)/.docs-$(shell cksum <requirements/docs.txt | tr ' ' -)
 # The extension is built again when a source or a folder of sources is newer than it.
 NATIVE := $(VENV)/.native
+# Exists while the extension is a dev build. The release stamp is then missing, so that targets that need the extension build it again.
+DEV := $(VENV)/.dev
+DEVELOP = PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m maturin develop --locked --uv
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-all test-rust test-loom test-python test-python-fast test-cuda sanitize-cuda bench-cuda fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
+.PHONY: help setup dev fmt demo test test-all test-rust test-loom test-python test-python-fast test-cuda sanitize-cuda bench-cuda fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row; a report in target/demo"
 	@echo "make test         the Rust tests and the fast Python tests; make test-all also runs the loom models and the tests marked slow or docs"
@@ -37,6 +40,8 @@ help:
 	@echo "make sanitize-cuda  the tests of the kernels on a GPU under compute-sanitizer"
 	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
 	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test-all"
+	@echo "make dev          the extension in the dev profile: checked, slower, quickly rebuilt; other targets build it in release again"
+	@echo "make fmt          format the Rust and Python sources, and apply the fixes of ruff"
 	@echo "make lint         format, lints, types, stubs, import directions, sizes, catalogs"
 	@echo "make docs         the docs site with the reference of every public name, into target/docs"
 	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some; AGAINST=tree: and another checkout, in turn)"
@@ -61,8 +66,17 @@ $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
 	@command -v cargo >/dev/null || { echo "cargo is not on the PATH: install Rust from https://rustup.rs" >&2; exit 1; }
 	@command -v cc >/dev/null || { echo "cc is not on the PATH: install a C compiler (it links Rust programs), as in apt install gcc" >&2; exit 1; }
 	@echo "building the extension: a line for each crate; the last two take minutes"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m maturin develop --release --locked --uv
+	@$(DEVELOP) --release
+	@rm -f $(DEV)
 	@touch $@
+
+# For the loop of a contributor (see CONTRIBUTING.md): cargo's dev profile, which builds incrementally, or PROFILE=release. Both keep
+# symbols and line tables here.
+dev: $(ENVIRONMENT)
+	@rm -f $(NATIVE)
+	@touch $(DEV)
+	@$(DEVELOP) --profile $(or $(PROFILE),dev) --config profile.release.package.embcache-pyext.strip=false
+	@echo "the extension is a dev build, for .venv/bin/python; make test, demo, bench and others build it in release first"
 
 demo: $(NATIVE)
 	@$(PY) examples/movielens_dlrm.py $(ARGS)
@@ -124,6 +138,11 @@ stress: $(NATIVE)
 	@EMBCACHE_WATCHDOG_S=7200 cargo test --quiet --locked -p embcache-tests --test stress
 	@cargo test --quiet --locked -p embcache-tests --test crash -- stop::
 	@$(PY) -m pytest --log-cli-level=INFO tests/python/soak/test_soak.py
+
+fmt: $(ENVIRONMENT)
+	cargo fmt --all
+	$(PY) -m ruff check --fix --exit-zero
+	$(PY) -m ruff format
 
 lint: $(NATIVE)
 	cargo fmt --all --check

@@ -6,13 +6,16 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Row", "against", "describe", "merge", "quantity", "ratio", "read", "row", "setting"]
+__all__ = ["Row", "against", "describe", "merge", "quantity", "ratio", "read", "refuse_dev_build", "row", "setting"]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # A row has name, unit, better ("higher" or "lower"), value (the median), low, high, limit ({what, value} or null) and rivals
 # ([{what, value}]). It also has missing (rivals that are unavailable on this machine, with the reason), rounds, run (figures of the
@@ -63,6 +66,12 @@ def against(row: Row, tree: str, ours: Sequence[float], theirs: Sequence[float])
     return row | {"against": found}
 
 
+def refuse_dev_build(tree: Path = ROOT) -> None:
+    """Exits if the extension of a checkout is a dev build, as its times would not be those of users."""
+    if (tree / ".venv" / ".dev").exists():
+        sys.exit(f"the extension in {tree} is a dev build (make dev): build it in release with make setup")
+
+
 def row(
     name: str,
     unit: str,
@@ -73,7 +82,8 @@ def row(
     rivals: Sequence[dict[str, Any]] = (),
     run: dict[str, Any] | None = None,
 ) -> Row:
-    """Returns a row with the median of our rounds and their spread."""
+    """Returns a row with the median of our rounds and their spread. Exits for a dev build."""
+    refuse_dev_build()
     return {
         "name": name,
         "unit": unit,

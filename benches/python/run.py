@@ -26,7 +26,7 @@ import torch
 
 from catalog import SECTIONS
 from checkpoint_rivals import CHECKPOINT_RIVALS
-from results import Row, against, describe, merge, row, setting
+from results import Row, against, describe, merge, refuse_dev_build, row, setting
 from rivals import RIVALS, Round
 from served import ROOT, Program, Served, programs, rows_of
 from stores import STORES, Store
@@ -230,6 +230,9 @@ def main() -> int:
     begin = time.monotonic()
     if options.against and not (options.against / "benches" / "Cargo.toml").is_file():
         parser.error(f"--against {options.against}: no checkout of this project is there (git worktree add makes one)")
+    refuse_dev_build()
+    if options.against:
+        refuse_dev_build(options.against.resolve())
     found = programs(options.smoke)
     other = Other.built(options.against.resolve(), options.smoke) if options.against else None
     minutes = MINUTES_AGAINST if other else MINUTES
