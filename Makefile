@@ -43,7 +43,7 @@ help:
 	@echo "make dev          the extension in the dev profile: checked, slower, quickly rebuilt; other targets build it in release again"
 	@echo "make fmt          format the Rust and Python sources, and apply the fixes of ruff"
 	@echo "make lint         format, lints, types, stubs, import directions, sizes, catalogs"
-	@echo "make docs         the docs site with the reference of every public name, into target/docs"
+	@echo "make docs         the docs site with the reference of every public name, and rustdoc of the core, into target/docs"
 	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some; AGAINST=tree: and another checkout, in turn)"
 	@echo "make bench-docs   docs/benchmarks.md and its plots from what make bench measured"
 	@echo "make bench-smoke  every benchmark briefly, as a test"
@@ -160,9 +160,12 @@ $(DOCS): requirements/docs.txt $(ENVIRONMENT)
 	@touch $@
 
 # It reads sources alone, and so needs no extension. A warning, such as of a link that leads nowhere, is an error. (With --quiet mkdocs
-# would not count warnings.)
+# would not count warnings.) rustdoc has a target directory of its own, because the Rust tests lock the other one while they are built.
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict 2>&1 | { grep -v "^INFO" || true; }
+	@RUSTDOCFLAGS="-D warnings" CARGO_TARGET_DIR=target/rustdoc cargo doc --quiet --locked --no-deps -p embcache
+	@rm -rf target/docs/rust
+	@cp -r target/rustdoc/doc target/docs/rust
 	@echo "the docs are in target/docs/index.html; $(PY) -m http.server --directory target/docs serves them, with their search"
 
 # Where the libraries cannot be had, the benches run without the rivals and say so.

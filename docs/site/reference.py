@@ -5,6 +5,8 @@ and has an example that runs.
 """
 
 PACKAGE = "torchrec_embcache"
+# Where `make docs` puts the first page of rustdoc, in the site.
+RUST = "rust/embcache/index.html"
 
 # Methods that users do not call, by who does. The reference leaves them out.
 _CALLED_BY: dict[str, list[str]] = {
@@ -265,6 +267,8 @@ def page(key: str) -> str:
 def index() -> str:
     """The page that lists the pages of the reference, and their names."""
     lines = ["# Reference\n", "Every public name, with its arguments, what it raises and an example.\n"]
+    # An HTML link, because mkdocs does not know pages that `make docs` adds when the site is built.
+    lines.append(f'For contributors: <a href="../{RUST}">the documentation of the Rust core</a>, by rustdoc.\n')
     for key, (title, about, listed) in REFERENCE.items():
         links = ", ".join(f"[`{name}`]({key}.md#{PACKAGE}.{name})" for name in listed)
         lines.append(f"## [{title}]({key}.md)\n\n{about}\n\n{links}\n")
