@@ -1,5 +1,6 @@
 """The report of the demo: a self-contained page with the setup, the checks, and the tiers' counters of a run."""
 
+import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -7,30 +8,35 @@ from pathlib import Path
 
 from reporting import Checks, Course
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.plotting import Line, Panel, curve_panels, inline_css, inline_svg, read_panels
+from torchrec_embcache.plotting import Line, Panel, curve_panels, read_panels, svg
 from torchrec_embcache.sizing import BudgetAdvice, TableTraffic, advise
 
 __all__ = ["Run", "write_report"]
 
 CSS = """
-body { margin: 0; background: var(--plot-background); color: var(--plot-foreground); font: 16px/1.5 system-ui, sans-serif; }
+:root { color-scheme: light dark; --background: #fff; --foreground: #1b1f24; --muted: #57606a; --grid: #d8dee4; }
+@media (prefers-color-scheme: dark) {
+  :root { --background: #000; --foreground: #e6e9ed; --muted: #a3abb5; --grid: #353c45; }
+}
+body { margin: 0; background: var(--background); color: var(--foreground); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 74rem; margin: 0 auto; padding: 1rem clamp(1rem, 3vw, 2rem) 3rem; }
 h1 { font-size: clamp(1.4rem, 4vw, 2rem); line-height: 1.2; margin: 1rem 0 .5rem; }
-h2 { font-size: 1.3rem; margin: 2.5rem 0 .5rem; border-top: 1px solid var(--plot-grid); padding-top: 1.5rem; }
+h2 { font-size: 1.3rem; margin: 2.5rem 0 .5rem; border-top: 1px solid var(--grid); padding-top: 1.5rem; }
 h3 { font-size: 1.05rem; margin: 1.5rem 0 .5rem; }
 p { max-width: 65ch; }
 .verdict { font-weight: 600; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
-figure { margin: 0; min-width: 0; border: 1px solid var(--plot-grid); border-radius: .5rem; padding: .25rem; }
+figure img { display: block; width: 100%; height: auto; }
+figure { margin: 0; min-width: 0; border: 1px solid var(--grid); border-radius: .5rem; padding: .25rem; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 9.5rem), 1fr)); gap: 1rem; }
-dl div { border: 1px solid var(--plot-grid); border-radius: .5rem; padding: .5rem .75rem; }
-dt { color: var(--plot-muted); font-size: .875rem; }
+dl div { border: 1px solid var(--grid); border-radius: .5rem; padding: .5rem .75rem; }
+dt { color: var(--muted); font-size: .875rem; }
 dd { margin: 0; font-size: 1.05rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.scroll { overflow-x: auto; border: 1px solid var(--plot-grid); border-radius: .5rem; }
+.scroll { overflow-x: auto; border: 1px solid var(--grid); border-radius: .5rem; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .4rem .75rem; border-bottom: 1px solid var(--plot-grid); vertical-align: top; }
+th, td { text-align: left; padding: .4rem .75rem; border-bottom: 1px solid var(--grid); vertical-align: top; }
 .numbers td, .numbers th:not(:first-child) { text-align: right; white-space: nowrap; }
-thead th { color: var(--plot-muted); font-weight: 600; }
+thead th { color: var(--muted); font-weight: 600; }
 tbody tr:last-child > * { border-bottom: 0; }
 """
 
@@ -63,13 +69,13 @@ def write_report(run: Run, path: Path) -> None:
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title>\n<style>{inline_css()}{CSS}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>",
+        f"<title>{title}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>",
         *opening(run),
         "<h2>What was checked</h2>",
         *checked(run.checks),
         "<h2>Training</h2>",
         "<p>Both models begin with the same values and see the same batches.</p>",
-        figures("training", training_panels(run)),
+        figures(training_panels(run)),
         "<h2>What the tiers did</h2>",
         "<p>Rates and waits are those between two samples of the counters. A tier is asked for the ids that none above it had.</p>",
         *tiers(run),
@@ -133,7 +139,7 @@ def tiers(run: Run) -> Iterator[str]:
     panels = read_panels([run.metrics])
     for table in dict.fromkeys(panel.title.split(": ")[0] for panel in panels):
         yield f"<h3>Table {escape(table)}</h3>"
-        yield figures(f"tiers-{table}", [panel for panel in panels if panel.title.startswith(f"{table}: ")])
+        yield figures([panel for panel in panels if panel.title.startswith(f"{table}: ")])
 
 
 def sizing(traffic: Sequence[TableTraffic]) -> Iterator[str]:
@@ -143,7 +149,7 @@ def sizing(traffic: Sequence[TableTraffic]) -> Iterator[str]:
         "was measured on a sample of the ids while the tables trained.</p>"
     )
     times, advice = advised(traffic)
-    yield figures("curves", curve_panels(traffic, advice))
+    yield figures(curve_panels(traffic, advice))
     yield f"<h3>What advise says of {times} the bytes that the tables have now</h3>"
     rows = [
         (
@@ -180,9 +186,16 @@ def advised(traffic: Sequence[TableTraffic]) -> tuple[str, BudgetAdvice]:
             times *= 2
 
 
-def figures(name: str, panels: Sequence[Panel]) -> str:
-    drawn = (inline_svg(panel, f"{name}-{number}") for number, panel in enumerate(panels))
-    return '<div class="figures">' + "\n".join(f"<figure>{picture}</figure>" for picture in drawn) + "</div>"
+def figures(panels: Sequence[Panel]) -> str:
+    return '<div class="figures">' + "\n".join(f"<figure>{picture(panel)}</figure>" for panel in panels) + "</div>"
+
+
+def picture(panel: Panel) -> str:
+    """Returns a plot as an image, in the colors that the reader's system asks for."""
+    light, dark = (base64.b64encode(svg([panel], dark=dark).encode()).decode() for dark in (False, True))
+    source = f'<source media="(prefers-color-scheme: dark)" srcset="data:image/svg+xml;base64,{dark}">'
+    image = f'<img alt="{escape(panel.about())}" src="data:image/svg+xml;base64,{light}">'
+    return f"<picture>{source}{image}</picture>"
 
 
 def grid(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], css: str = "") -> str:

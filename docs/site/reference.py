@@ -124,8 +124,6 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "plotting.read_panels",
             "plotting.draw",
             "plotting.svg",
-            "plotting.inline_svg",
-            "plotting.inline_css",
             "plotting.Panel",
             "plotting.Line",
             "plotting.Mark",

@@ -1,4 +1,4 @@
-"""Plots of miss ratio curves, hit rates, bytes, reads and waits, as SVG, as PNG, or inline in an HTML page.
+"""Plots of miss ratio curves, hit rates, bytes, reads and waits, as SVG or PNG.
 
     print(plotting.svg(plotting.read_panels(["traffic.json"])))
 
@@ -10,7 +10,6 @@ terminal.
 from ._curves import curve_panels
 from ._drawing import draw, svg
 from ._history import history_panels
-from ._inline import inline_css, inline_svg
 from ._panels import Line, Mark, Panel
 from ._reading import read_panels
 
@@ -21,8 +20,6 @@ __all__ = [
     "curve_panels",
     "draw",
     "history_panels",
-    "inline_css",
-    "inline_svg",
     "read_panels",
     "svg",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.sizing import BudgetAdvice, TableTraffic
@@ -40,7 +40,7 @@ def curve_panels(
     of_sources = traffic if isinstance(traffic, Mapping) else {"": traffic}
     names = list(dict.fromkeys(table.name for tables in of_sources.values() for table in tables))
     found = [
-        _TableCurve.from_table(table, source if len(of_sources) > 1 else "", names.index(table.name), dash, advice)
+        _TableCurve(table, names.index(table.name), dash, source if len(of_sources) > 1 else "")
         for dash, (source, tables) in enumerate(of_sources.items())
         for table in tables
         if table.curve.lookups and len(table.curve.rows)
@@ -48,53 +48,37 @@ def curve_panels(
     if not found:
         raise InputError("there is no miss ratio curve: train some batches with TierBudgets(sizing=True) first")
     return [
-        _panel(found, "the share of rows in RAM", "rows in RAM (share of all rows of the table)", "share"),
-        _panel(found, "the bytes of rows in RAM", "bytes of rows in RAM", "bytes"),
+        _panel(found, advice, "the share of rows in RAM", "rows in RAM (share of all rows of the table)", "share"),
+        _panel(found, advice, "the bytes of rows in RAM", "bytes of rows in RAM", "bytes"),
     ]
 
 
-@dataclass(frozen=True)
-class _TableCurve:
-    """The points of a table by number of rows, and the size of a row in each unit."""
+class _TableCurve(NamedTuple):
+    """A table to show, with the color, dash and owner of its line."""
 
-    line: Line
-    marks: tuple[Mark, ...]
-    scales: dict[AxisUnit, float]
+    table: TableTraffic
+    color: int
+    dash: int
+    source: str
 
-    @classmethod
-    def from_table(
-        cls, table: TableTraffic, source: str, color: int, dash: int, advice: BudgetAdvice | None
-    ) -> _TableCurve:
+
+def _panel(
+    curves: Sequence[_TableCurve], advice: BudgetAdvice | None, x_values: str, x_label: str, unit: AxisUnit
+) -> Panel:
+    lines, marks = [], []
+    for table, color, dash, source in curves:
         curve = table.curve
+        scale = 1.0 / table.rows if unit == "share" else float(table.row_bytes.host)
         # A cache larger than all rows is useless. The curve ends at the table's row count.
         inside = curve.rows <= table.rows
-        x = curve.rows[inside].astype(float).tolist()
-        y = curve.miss_ratios[inside].tolist()
-        if not x or x[-1] < table.rows:
-            x.append(float(table.rows))
-            y.append(curve.at(table.rows))
-        line = Line(table.name, tuple(x), tuple(y), color, dash, source)
-        marks = []
+        points = dict(zip(curve.rows[inside].tolist(), curve.miss_ratios[inside].tolist(), strict=True))
+        points.setdefault(table.rows, curve.at(table.rows))
+        x = tuple(rows * scale for rows in points)
+        lines.append(Line(table.name, x, tuple(points.values()), color, dash, source))
         now, advised = current_advice(table), advice.tables.get(table.name) if advice is not None else None
         for shape, (label, made) in enumerate((("budget of now", now), ("advised budget", advised))):
             if made is not None:
                 rows = max(made.rows_in_ram, 1)
-                marks.append(Mark(label, line.title, float(rows), curve.at(rows), color, shape))
-        return cls(line, tuple(marks), {"share": 1.0 / table.rows, "bytes": float(table.row_bytes.host)})
-
-
-def _panel(curves: Sequence[_TableCurve], x_values: str, x_label: str, unit: AxisUnit) -> Panel:
-    def scaled(curve: _TableCurve) -> Line:
-        line = curve.line
-        x = tuple(rows * curve.scales[unit] for rows in line.x)
-        return Line(line.label, x, line.y, line.color, line.dash, line.table)
-
-    marks = tuple(
-        Mark(mark.label, mark.table, mark.x * curve.scales[unit], mark.y, mark.color, mark.shape)
-        for curve in curves
-        for mark in curve.marks
-    )
-    y_label = "misses (share of lookups)"
-    return Panel(
-        f"Miss ratio by {x_values}", x_label, y_label, tuple(map(scaled, curves)), marks, unit, "share", x_log=True
-    )
+                marks.append(Mark(label, lines[-1].title, rows * scale, curve.at(rows), color, shape))
+    title, y_label = f"Miss ratio by {x_values}", "misses (share of lookups)"
+    return Panel(title, x_label, y_label, tuple(lines), tuple(marks), unit, "share", x_log=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchrec_embcache.config import bytes_text
 
-__all__ = ["AxisUnit", "Line", "Mark", "Panel", "format_value"]
+__all__ = ["AxisUnit", "Line", "Mark", "Panel", "format_value", "matches_table"]
 
 #: Unit of an axis: fractions of 1, bytes, or other numbers, whose unit is in the label.
 AxisUnit = Literal["share", "bytes", "number"]
@@ -101,7 +101,9 @@ class Panel:
 
     def about(self) -> str:
         """Returns a description of the plot in a few sentences, as alternative text."""
-        told = [f"{self.title} ({self.x_label}: {self._range()})."]
+        x = [value for line in self.lines for value in line.x if math.isfinite(value)]
+        ends = " to ".join(format_value(end, self.x_unit) for end in (min(x), max(x))) if x else "nothing"
+        told = [f"{self.title} ({self.x_label}: {ends})."]
         for line in self.lines:
             there = [value for value in line.y if math.isfinite(value)]
             if there:
@@ -112,16 +114,15 @@ class Panel:
             told.append(f"{mark.label} of {mark.table}: {of} at {at}.")
         return " ".join(told)
 
-    def _range(self) -> str:
-        there = [value for line in self.lines for value in line.x if math.isfinite(value)]
-        return (
-            " to ".join(format_value(value, self.x_unit) for value in (min(there), max(there))) if there else "nothing"
-        )
-
     def as_dict(self) -> dict[str, Any]:
         """Returns its data in a JSON-serializable form. A gap is null."""
         lines = [{**vars(line), "x": _to_json_values(line.x), "y": _to_json_values(line.y)} for line in self.lines]
         return {**vars(self), "lines": lines, "marks": [vars(mark) for mark in self.marks]}
+
+
+def matches_table(title: str, tables: Collection[str]) -> bool:
+    """True if the table "<module>/<table>" is among `tables`, which may omit the module. No `tables` stand for all."""
+    return not tables or bool({title, title.rsplit("/", 1)[-1]} & set(tables))
 
 
 def _to_json_values(values: Iterable[float]) -> list[float | None]:

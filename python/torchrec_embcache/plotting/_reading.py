@@ -15,7 +15,7 @@ from torchrec_embcache.sizing import TableTraffic, read_traffic
 
 from ._curves import curve_panels
 from ._history import HistoryAxis, history_panels
-from ._panels import Panel
+from ._panels import Panel, matches_table
 
 __all__ = ["read_panels"]
 
@@ -57,7 +57,7 @@ def read_panels(
     for path, name in names.items():
         text = _read_text(path)
         if _is_traffic(text):
-            traffic[name] = [table for table in _read_traffic(path) if not tables or _matches_table(table.name, tables)]
+            traffic[name] = [table for table in _read_traffic(path) if matches_table(table.name, tables)]
         else:
             samples[name] = _read_samples(path, text)
     panels = []
@@ -76,10 +76,6 @@ def _file_labels(paths: Sequence[str]) -> dict[str, str]:
     """Returns a label for each file: the last part of its path if unique, else the path."""
     last = [os.path.basename(path) for path in paths]
     return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
-
-
-def _matches_table(title: str, tables: Collection[str]) -> bool:
-    return bool({title, title.rsplit("/", 1)[-1]} & set(tables))
 
 
 def _read_text(path: str) -> str:
@@ -109,19 +105,11 @@ def _read_samples(path: str, text: str) -> Iterator[Sample]:
     lines = [line for line in text.split("\n") if line.strip()]
     cut = 0
     for line in lines:
-        sample = _parse_sample(line)
-        if sample is None:
+        try:
+            yield sample_from_line(line)
+        except InputError:
             cut += 1
-        else:
-            yield sample
     if cut == len(lines):
         raise CorruptionError(f"{path}: {_EXPECTED}, found {text[:80]!r}")
     if cut:
         _log.warning("%s: %d of %d lines are no whole samples, and are left out", path, cut, len(lines))
-
-
-def _parse_sample(line: str) -> Sample | None:
-    try:
-        return sample_from_line(line)
-    except InputError:
-        return None

@@ -60,13 +60,14 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value[:1] != "#"]
+        self.loads += [
+            value for name, value in attrs if name in ("src", "srcset", "href") and not value.startswith(("#", "data:"))
+        ]
         self.attributes.setdefault(tag, given)
-        if tag == "svg":
-            assert given["role"] == "img"
-            told = given["aria-label"] or ""
+        if tag == "img":
+            told = given["alt"] or ""
             self.pictures[told.split(" (")[0]] = told
-        if tag != "meta":
+        if tag not in ("meta", "source", "img"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
