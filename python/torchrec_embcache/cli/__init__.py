@@ -23,10 +23,10 @@ from .advise import add_advise
 from .backup import add_backup
 from .checkpoints import compact, inspect, reshard, verify
 from .compare import diff
-from .convert.command import ConvertSettings, convert
-from .convert.layouts import READERS
+from .convert.command import convert
+from .convert.layout import ConvertSettings
+from .convert.layouts import LAYOUTS
 from .convert.serving import PRECISIONS, check_serving_settings, convert_to_serving
-from .convert.sinks import SINKS
 from .index import build_index
 from .plot import add_plot
 from .report import EXIT_FAILED, CommandReport
@@ -123,9 +123,9 @@ def _add_convert(command: _AddCommand) -> None:
     made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)
     made.add_argument("source", help="a checkpoint, or a directory in another layout")
     made.add_argument("target", help="a directory; made when missing")
-    made.add_argument("--from", dest="from_layout", choices=["auto", "embcache", *READERS], default="auto")
-    layouts = ["embcache", *SINKS, "torchrec-dcp", "serving"]
-    made.add_argument("--to", dest="to_layout", choices=layouts, default="embcache")
+    made.add_argument("--from", dest="from_layout", choices=["auto", "embcache", *LAYOUTS], default="auto")
+    written = [name for name, layout in LAYOUTS.items() if layout.is_writable]
+    made.add_argument("--to", dest="to_layout", choices=["embcache", *written, "serving"], default="embcache")
     made.add_argument("--precision", choices=PRECISIONS, help="how weights are stored; to serving, fp32 by default")
     made.add_argument(
         "--keep", type=int, metavar="N", help="checkpoints that stay in the target; to serving, 1 by default"

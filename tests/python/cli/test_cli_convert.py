@@ -103,7 +103,7 @@ def header(text: bytes) -> bytes:
         ({"last_step": -IDS}, "last_step has -2"),
         ({"modified_epoch": np.full(3, (1 << 32) - 1)}, "modified_epoch has"),
         ({"score": np.array([1, 2, 3])}, "score is"),
-        ({"sum": np.ones((3, 2, 2), np.float32)}, "sum has shape"),
+        ({"sum": np.ones((3, 2, 2), np.float32)}, "the slot sum cannot be read: it is float32 [3, 2, 2]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
@@ -111,8 +111,22 @@ def test_columns_of_a_wrong_shape_or_type_are_refused_by_name(
     tmp_path: Path, columns: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind, message = refused(capsys, npy(tmp_path / "theirs", **columns), tmp_path / "ours")
-    assert kind in ("InputError", "CorruptionError")
+    assert kind in ("InputError", "CorruptionError", "UnsupportedError")
     assert what in message
+
+
+@pytest.mark.parametrize("layout", ["npy", "safetensors"])
+def test_slot_of_another_type_can_be_left_out(tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = {"id": IDS, "weight": WEIGHTS, "sum": np.ones((3, 4), np.float16)}
+    if layout == "npy":
+        npy(tmp_path / "theirs", sum=columns["sum"])
+    else:
+        (tmp_path / "theirs").mkdir()
+        safetensors.numpy.save_file(columns, tmp_path / "theirs" / "a.safetensors")
+    kind, message = refused(capsys, tmp_path / "theirs", tmp_path / "ours")
+    assert (kind, "--skip sum" in message) == ("UnsupportedError", True)
+    code, found = run(capsys, "convert", tmp_path / "theirs", tmp_path / "ours", "--skip", "sum")
+    assert (code, found["tables"][0]["optimizer"]) == (0, "sgd")
 
 
 @pytest.mark.parametrize(("rows_", "dim"), [(0, (1 << 63) - 1), (0, 0), (1 << 32, 1 << 32), (1 << 31, 1 << 31)])

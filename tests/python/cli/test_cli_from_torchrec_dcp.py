@@ -105,7 +105,7 @@ def test_modules_with_tables_of_one_name_keep_their_own_slots(tmp_path: Path) ->
         tensors[f"model__{module}__embedding_bags__t__weight"] = torch.full((3, 2), float(at))
         tensors[f"optim__state__{module}__embedding_bags__t__weight__t__momentum1"] = torch.full((3,), 10.0 + at)
     tables, _ = read_tables(save(tmp_path / "ckpt", **tensors))
-    read = {table.module: next(table.chunks(100)) for table in tables}
+    read = {table.description["module"]: next(table.chunks(100)) for table in tables}
     assert {module: (columns["weight"][0, 0], columns["momentum1"][0]) for module, columns in read.items()} == {
         "model.a": (0.0, 10.0),
         "model.b": (1.0, 11.0),

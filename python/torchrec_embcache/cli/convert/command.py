@@ -1,13 +1,10 @@
-"""`convert`: converts tables of other formats to a checkpoint, or a checkpoint to safetensors or npy files, or to TorchRec's
-format.
-"""
+"""`convert`: converts tables of other formats to a checkpoint, or a checkpoint to other formats."""
 
 import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +21,11 @@ from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import ConfigError, InputError, PathError, UnsupportedError
 from torchrec_embcache.optimizers import BY_KIND, OptimizerSpec
 
-from .description import DESCRIPTION_FILE
-from .layouts import METADATA, READERS, StoredTable, TableColumns, detect_layout
-from .sinks import SINKS
+from .layout import METADATA, CheckpointLayout, ConvertSettings, StoredTable, check_known_names
+from .layouts import LAYOUTS, detect_layout
 
-__all__ = ["ConvertSettings", "check_unused_options", "convert"]
+__all__ = ["check_unused_options", "convert"]
 
-_DEFAULT_BUCKETS = 65_536
-#: Maximum length of a directory name in bytes, and the bytes of a longer name that are kept in front of its hash.
-_MAX_FOLDER_BYTES = 255
-_KEPT_FOLDER_BYTES = 200
 #: Slot names of layouts that do not name their slots, mapped to torch's names.
 _UNNAMED = {
     ("momentum1",): ("sum",),
@@ -42,35 +34,8 @@ _UNNAMED = {
 }
 
 
-@dataclass(frozen=True)
-class ConvertSettings:
-    """Settings that a foreign layout does not contain, or that TorchRec needs and our checkpoints lack (see `DcpNames`)."""
-
-    module: str = ""
-    optimizer: str | None = None
-    step: int = 0
-    total_num_buckets: int = _DEFAULT_BUCKETS
-    rename: Mapping[str, str] = field(default_factory=dict)
-    skip: Sequence[str] = ()
-    model_key: str = ""
-    optimizer_key: str = "optim"
-    rows: Mapping[str, int] = field(default_factory=dict)
-    sequences: Sequence[str] = ()
-
-
 #: The options of `ConvertSettings` whose names differ from their fields'.
 _OPTIONS = {"total_num_buckets": "--buckets", "sequences": "--sequence"}
-_INTO_CHECKPOINT = ("module", "optimizer", "step", "total_num_buckets", "rename", "skip")
-_INTO_TORCHREC = ("model_key", "optimizer_key", "rows", "sequences", "rename", "skip")
-
-
-def _used_fields(from_layout: str, to_layout: str) -> tuple[str, ...]:
-    """Returns the fields of `ConvertSettings` that a conversion uses."""
-    if to_layout == "torchrec-dcp":
-        return _INTO_TORCHREC
-    if to_layout != "embcache":
-        return ()
-    return (*_INTO_CHECKPOINT, "model_key") if from_layout == "torchrec-dcp" else _INTO_CHECKPOINT
 
 
 def check_unused_options(settings: ConvertSettings, used: Collection[str], conversion: str) -> None:
@@ -82,20 +47,14 @@ def check_unused_options(settings: ConvertSettings, used: Collection[str], conve
             raise ConfigError(f"{option}: {conversion} does not use it: leave it out")
 
 
-def _check_known_names(option: str, given: Collection[str], known: Collection[str], source: str) -> None:
-    """Raises `InputError` for an unknown name, which may be a typing error."""
-    if unknown := sorted(set(given) - set(known)):
-        raise InputError(f"{option} {unknown[0]}: {source} has {', '.join(sorted(known)) or 'none'}")
-
-
 def convert(source: str, target: str, from_layout: str, to_layout: str, settings: ConvertSettings) -> CommandReport:
     """Writes the tables of `source` to the directory `target`.
 
     Args:
         source: A checkpoint, or a directory in another layout.
         target: Created if missing. A checkpoint becomes the latest there; another layout requires an empty directory.
-        from_layout: "auto", "embcache", or a name in `layouts.READERS`.
-        to_layout: "embcache", "safetensors", "npy" or "torchrec-dcp".
+        from_layout: "auto", "embcache", or a name in `layouts.LAYOUTS`.
+        to_layout: "embcache", or the name of a writable one.
         settings: Settings that the source layout does not contain.
     """
     check_path("source", source)
@@ -106,39 +65,35 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
             f"from {from_layout} to {to_layout}: one side must be a checkpoint of ours, and one not "
             "(`reshard` and `compact` write a checkpoint again)"
         )
-    check_unused_options(
-        settings, _used_fields(from_layout, to_layout), f"a conversion from {from_layout} to {to_layout}"
-    )
+    layout = LAYOUTS[from_layout if to_layout == "embcache" else to_layout]
+    used = layout.import_options if to_layout == "embcache" else layout.export_options
+    check_unused_options(settings, used, f"a conversion from {from_layout} to {to_layout}")
     skipped: list[str] = []
     notes: list[str] = []
-    if from_layout == "embcache":
+    if to_layout == "embcache":
+        # Names and permissions of a foreign directory are not checked; its contents are.
+        if not Path(source).is_dir():
+            raise PathError(f"{source} is not a directory")
+        tables, skipped = layout.read(Path(source))
+        if not tables:
+            raise InputError(f"{source} holds no table in the layout {from_layout}")
+        tables = [_strip_model_key(table, settings.model_key) for table in tables]
+        check_known_names("--rename", settings.rename, [table.name for table in tables], source)
+        slots = [slot for table in tables for slot in (*table.slots, *table.unread)]
+        check_known_names("--skip", settings.skip, slots, source)
+        written = _import_tables(tables, open_to_save(target), settings)
+    else:
         opened = OpenCheckpoint.open(source)
         if opened.is_for_serving:
             raise UnsupportedError(
                 f"{source} is a serving checkpoint, which has no optimizer state: convert the checkpoint that it was made from, "
                 f"{opened.manifest['made_from']['name']}"
             )
-        written = _export_to(target, opened, to_layout, settings)
+        written = _export_to(target, opened, layout, settings)
         if any(opened.pending):
             notes.append(f"the counts of ids that wait for rows are not in {target}: {to_layout} files hold rows alone")
-        if to_layout == "torchrec-dcp":
-            notes.append(
-                f"the steps and OOV rows of tables, and the counts, steps and scores of rows, are not in {target}"
-            )
-    else:
-        # Names and permissions of a foreign directory are not checked; its contents are.
-        if not Path(source).is_dir():
-            raise PathError(f"{source} is not a directory")
-        tables = list(READERS[from_layout](Path(source)))
-        if not tables:
-            raise InputError(f"{source} holds no table in the layout {from_layout}")
-        if from_layout == "torchrec-dcp" and settings.model_key:
-            tables = [_strip_model_key(table, settings.model_key) for table in tables]
-        _check_known_names("--rename", settings.rename, [table.name for table in tables], source)
-        slots = [slot for table in tables for slot in (*table.slots, *table.unread)]
-        _check_known_names("--skip", settings.skip, slots, source)
-        skipped = [name for table in tables for name in table.skipped]
-        written = _import_tables(tables, open_to_save(target), settings)
+        if layout.omitted:
+            notes.append(f"{layout.omitted}, are not in {target}")
     data = {
         "source": source,
         "target": target,
@@ -157,11 +112,12 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
 
 def _strip_model_key(table: StoredTable, key: str) -> StoredTable:
     """Returns the table with its module path relative to `key`."""
-    described = table.description or {}
-    module = described["module"]
+    if not key:
+        return table
+    module = table.description["module"]
     if module != key and not module.startswith(f"{key}."):
         raise InputError(f"table {table.name!r} is in {module!r}, which is not below --model-key {key}")
-    return dataclasses.replace(table, description=described | {"module": module[len(key) + 1 :]})
+    return dataclasses.replace(table, description={"module": module[len(key) + 1 :]})
 
 
 def _import_tables(
@@ -185,13 +141,8 @@ def _import_tables(
         # Rows that are trained later have a later epoch than all imported ones, so that the next delta contains only the former.
         session.publish(last_epoch + 1)
     return [
-        {
-            "module": spec["module"],
-            "table": spec["table"],
-            "rows": table.rows,
-            "dim": table.dim,
-            "optimizer": spec["optimizer"]["name"],
-        }
+        {name: spec[name] for name in ("module", "table", "dim")}
+        | {"rows": table.rows, "optimizer": spec["optimizer"]["name"]}
         for table, (spec, _) in zip(tables, specs, strict=True)
     ]
 
@@ -206,7 +157,7 @@ def _table_spec(table: StoredTable, settings: ConvertSettings) -> tuple[dict[str
         )
     present = tuple(slot for slot in table.slots if slot not in settings.skip)
     names = _UNNAMED.get(present, present)
-    described = table.description or {}
+    described = table.description
     kind = settings.optimizer or described.get("optimizer", {}).get("name") or _guess_optimizer(table, present, names)
     if kind not in BY_KIND:
         raise InputError(f"optimizer {kind!r} is not known: use one of {sorted(BY_KIND)}")
@@ -297,7 +248,9 @@ class _ImportChunks:
 # ---- out of a checkpoint
 
 
-def _export_to(target: str, opened: OpenCheckpoint, layout: str, settings: ConvertSettings) -> list[dict[str, Any]]:
+def _export_to(
+    target: str, opened: OpenCheckpoint, layout: CheckpointLayout, settings: ConvertSettings
+) -> list[dict[str, Any]]:
     """Exports to the directory `target`. After an error, removes the directory if it was created here."""
     made = not os.path.lexists(target)
     with DirectoryHandle.open_to_save(target) as empty:
@@ -311,74 +264,14 @@ def _export_to(target: str, opened: OpenCheckpoint, layout: str, settings: Conve
 
 
 def _export_tables(
-    opened: OpenCheckpoint, target: DirectoryHandle, layout: str, settings: ConvertSettings
+    opened: OpenCheckpoint, target: DirectoryHandle, layout: CheckpointLayout, settings: ConvertSettings
 ) -> list[dict[str, Any]]:
     """Writes every table below `target`. After an error, removes all of them."""
     if target.list_names():
         raise PathError(f"{target.path} is not empty: give a new directory")
     try:
-        return (
-            _export_dcp(opened, target, settings) if layout == "torchrec-dcp" else _export_plain(opened, target, layout)
-        )
+        return layout.write(opened, target, settings)
     except BaseException:
         for begun in target.list_names():
             target.remove(begun)
         raise
-
-
-def _export_dcp(opened: OpenCheckpoint, target: DirectoryHandle, settings: ConvertSettings) -> list[dict[str, Any]]:
-    from .torchrec_dcp_writer import DcpNames, write_tables
-
-    names = DcpNames(
-        rows=settings.rows,
-        model_key=settings.model_key,
-        optimizer_key=settings.optimizer_key,
-        sequences=settings.sequences,
-        rename=settings.rename,
-        skip=settings.skip,
-    )
-    return write_tables(opened, target, names)
-
-
-def _export_plain(opened: OpenCheckpoint, target: DirectoryHandle, layout: str) -> list[dict[str, Any]]:
-    """Writes every table to its own directory."""
-    names = [_folder_name(entry["module"], entry["table"]) for entry in opened.tables]
-    if len(set(names)) < len(names):
-        raise PathError(f"{target.path}: two tables would share one directory below it; their directories are {names}")
-    return [
-        _export_table(opened, target, name, entry, layout) for name, entry in zip(names, opened.tables, strict=True)
-    ]
-
-
-def _export_table(
-    opened: OpenCheckpoint, target: DirectoryHandle, name: str, entry: dict[str, Any], layout: str
-) -> dict[str, Any]:
-    optimizer = BY_KIND[entry["optimizer"]["name"]]
-    dim = entry["dim"]
-    with target.open_subdirectory(name, create=True) as folder:
-        with SINKS[layout](folder, entry, optimizer) as sink:
-
-            def write_block(block: _native.RowBlock) -> None:
-                vectors = block.vectors
-                columns: TableColumns = {"id": block.ids, "weight": vectors[:, :dim]}
-                for at, slot in enumerate(optimizer.slot_names):
-                    begin = dim * (1 + at)
-                    columns[slot] = vectors[:, begin : begin + dim] if at < optimizer.vector_slots else block.scalars
-                sink.write(columns | {name: getattr(block.metadata, name) for name in METADATA})
-
-            opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], write_block)
-        described = {field: value for field, value in entry.items() if field != "rows"}
-        folder.write_atomically(DESCRIPTION_FILE, (json.dumps(described, ensure_ascii=False, indent=1) + "\n").encode())
-    return {field: entry[field] for field in ("module", "table", "rows", "dim")} | {"optimizer": optimizer.kind}
-
-
-def _folder_name(module: str, table: str) -> str:
-    """Returns a directory name for a table: readable, and a single component that is neither `.` nor `..`."""
-    name = (f"{module}.{table}" if module else table).replace("/", "_").replace("\0", "_")
-    if not name.strip("."):
-        return name.replace(".", "%2E")
-    encoded = name.encode()
-    if len(encoded) <= _MAX_FOLDER_BYTES:
-        return name
-    kept = encoded[:_KEPT_FOLDER_BYTES].decode(errors="ignore")
-    return f"{kept}~{_native.table_key(name):016x}"

@@ -8,7 +8,8 @@ from torchrec_embcache.cli.checkpoints import OpenCheckpoint, open_other_directo
 from torchrec_embcache.cli.report import CommandReport, ReportTable
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 
-from .command import ConvertSettings, check_unused_options
+from .command import check_unused_options
+from .layout import ConvertSettings
 
 __all__ = ["PRECISIONS", "check_serving_settings", "convert_to_serving"]
 

@@ -16,7 +16,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchrec_embcache._fs import open_regular_file
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
 
-__all__ = ["MAX_ROWS", "METADATA_FILE", "DcpTable", "read_tables"]
+from .layout import StoredColumn, StoredTable
+
+__all__ = ["MAX_ROWS", "METADATA_FILE", "read_tables"]
 
 METADATA_FILE = ".metadata"
 MAX_ROWS = (1 << 48) - 1
@@ -181,7 +183,6 @@ def _map_strided(
 class _ChunkedTensor:
     """A tensor in chunks that cover it exactly once."""
 
-    name: str
     shape: tuple[int, ...]
     chunks: Sequence[_TensorChunk]
 
@@ -237,7 +238,7 @@ def _read_tensor(path: Path, folder: Path, metadata: Metadata, name: str) -> _Ch
             raise _corruption_error(path, f"the location of {name!r}", "integers", repr(stored))
         chunks.append(_TensorChunk(begin, size, folder / file, stored.offset, stored.length))
     _check_cover(path, name, shape, chunks)
-    return _ChunkedTensor(name, shape, chunks)
+    return _ChunkedTensor(shape, chunks)
 
 
 def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[_TensorChunk]) -> None:
@@ -265,33 +266,6 @@ def _overlap(one: _TensorChunk, other: _TensorChunk) -> bool:
 # ---- tables
 
 
-@dataclass(frozen=True)
-class DcpTable:
-    """A table: module path, name, row count, width, and its slots' widths (the embedding's, or 0 for one value per row).
-
-    `unread`: slots that tables of this package cannot have, by name, with the reason.
-    """
-
-    module: str
-    name: str
-    rows: int
-    dim: int
-    slots: dict[str, int]
-    weight: _ChunkedTensor
-    slot_tensors: dict[str, _ChunkedTensor]
-    unread: dict[str, str]
-
-    def chunks(self, rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yields the columns `id` [n] int64, `weight` [n, D] and each slot, float32, in chunks of at most `rows` rows."""
-        readers = {"weight": self.weight.reader()} | {
-            name: tensor.reader() for name, tensor in self.slot_tensors.items()
-        }
-        for begin in range(0, self.rows, rows):
-            end = min(begin + rows, self.rows)
-            columns: dict[str, NDArray[Any]] = {"id": np.arange(begin, end)}
-            yield columns | {name: read(begin, end) for name, read in readers.items()}
-
-
 def _read_metadata(path: Path) -> Metadata:
     with open(path, "rb", opener=open_regular_file) as file:
         if (length := os.fstat(file.fileno()).st_size) > _MAX_METADATA_BYTES:
@@ -307,7 +281,7 @@ def _read_metadata(path: Path) -> Metadata:
     return found
 
 
-def read_tables(folder: Path) -> tuple[list[DcpTable], list[str]]:
+def read_tables(folder: Path) -> tuple[list[StoredTable], list[str]]:
     """Returns the tables in a checkpoint's directory, and the names of all entries that belong to no table.
 
     Raises `CorruptionError`, `UnsupportedError` (another type than float32, compressed chunks) and `InputError` (two tables with
@@ -323,7 +297,7 @@ def read_tables(folder: Path) -> tuple[list[DcpTable], list[str]]:
         raise _corruption_error(path, "the metadata", "torch.distributed.checkpoint's Metadata", error) from error
 
 
-def _find_tables(path: Path, folder: Path, metadata: Metadata) -> tuple[list[DcpTable], list[str]]:
+def _find_tables(path: Path, folder: Path, metadata: Metadata) -> tuple[list[StoredTable], list[str]]:
     tensors = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
     tables = {name: match for name in tensors if (match := _TABLE.fullmatch(name))}
     slots: dict[str, dict[str, str]] = {name: {} for name in tables}
@@ -339,19 +313,13 @@ def _find_tables(path: Path, folder: Path, metadata: Metadata) -> tuple[list[Dcp
         if len(weight.shape) != 2:
             raise InputError(f"{path}: {name!r} has shape {list(weight.shape)} and needs [rows, dim]")
         stored = {slot: _read_tensor(path, folder, metadata, of) for slot, of in sorted(slots[name].items())}
-        widths = {slot: _slot_width(tensor, weight) for slot, tensor in stored.items()}
-        found.append(
-            DcpTable(
-                module=match["module"] or "",
-                name=match["table"],
-                rows=weight.shape[0],
-                dim=weight.shape[1],
-                slots={slot: width for slot, width in widths.items() if isinstance(width, int)},
-                weight=weight,
-                slot_tensors={slot: tensor for slot, tensor in stored.items() if isinstance(widths[slot], int)},
-                unread={slot: why for slot, why in widths.items() if isinstance(why, str)},
-            )
-        )
+        unread = {slot: why for slot, tensor in stored.items() if (why := _unread_reason(tensor, weight))}
+        part = {"id": StoredColumn(np.dtype(np.int64), weight.shape[:1], lambda: np.arange)} | {
+            column: StoredColumn(np.dtype(np.float32), tensor.shape, tensor.reader)
+            for column, tensor in {"weight": weight, **stored}.items()
+            if column not in unread
+        }
+        found.append(StoredTable.from_parts(match["table"], [part], {"module": match["module"] or ""}, unread))
     return found, [str(name) for name in metadata.state_dict_metadata if name not in used]
 
 
@@ -384,13 +352,11 @@ def _common_end(one: str | None, other: str | None) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _slot_width(tensor: _ChunkedTensor, weight: _ChunkedTensor) -> int | str:
-    """Returns the width of a slot (0: one value per row), or the reason that it is not supported."""
+def _unread_reason(tensor: _ChunkedTensor, weight: _ChunkedTensor) -> str:
+    """Returns the reason that a slot is not supported, "" if it is."""
     rows = weight.shape[0]
-    if tensor.shape == weight.shape:
-        return weight.shape[1]
-    if tensor.shape in ((rows,), (rows, 1)):
-        return 0
+    if tensor.shape in (weight.shape, (rows,), (rows, 1)):
+        return ""
     why = f"it has the shape {list(tensor.shape)} and the weights have {list(weight.shape)}"
     if len(tensor.shape) == 1 and rows and tensor.shape[0] % rows == 0:
         why += " (a table that is sharded by columns has one number a row for each of its shards)"

@@ -10,8 +10,8 @@ import contextlib
 import io
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,10 @@ from torchrec_embcache.exceptions import CorruptionError, InputError, Unsupporte
 from torchrec_embcache.optimizers import BY_KIND, OptimizerSpec
 from torchrec_embcache.table.cache_table import CacheTable
 
+from .layout import ConvertSettings, check_known_names
 from .torchrec_dcp import MAX_ROWS, METADATA_FILE
 
-__all__ = ["DcpNames", "write_tables"]
+__all__ = ["write_tables"]
 
 #: Bytes of a part's rows, all columns together; also of the rows that are sorted by part at a time.
 _PART_BYTES = 64 << 20
@@ -54,23 +55,6 @@ _INITIALIZERS = {
 
 
 @dataclass(frozen=True)
-class DcpNames:
-    """Properties of a TorchRec checkpoint that ours do not contain.
-
-    `rows`: `num_embeddings` of each table, by `<table>` or `<module>/<table>`. `model_key`, `optimizer_key`: keys of the state
-    dicts of the model and of its fused optimizer in the saved state; "" for none. `sequences`: the modules that are an
-    `EmbeddingCollection`; all others are an `EmbeddingBagCollection`. `rename`: new names of tables. `skip`: omitted slots.
-    """
-
-    rows: Mapping[str, int] = field(default_factory=dict)
-    model_key: str = ""
-    optimizer_key: str = "optim"
-    sequences: Sequence[str] = ()
-    rename: Mapping[str, str] = field(default_factory=dict)
-    skip: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
 class _DcpColumn:
     """A tensor of a table: its name in the checkpoint, and the range [begin, end) of a row's floats. A scalar column is [N]."""
 
@@ -81,14 +65,14 @@ class _DcpColumn:
     is_scalar: bool
 
 
-def write_tables(opened: OpenCheckpoint, target: DirectoryHandle, names: DcpNames) -> list[dict[str, Any]]:
+def write_tables(opened: OpenCheckpoint, target: DirectoryHandle, settings: ConvertSettings) -> list[dict[str, Any]]:
     """Writes every table of a checkpoint, then the metadata that makes the directory a checkpoint.
 
     Raises `InputError` (a table whose row count is not set, an id that is not a row index), `UnsupportedError` (slots for which
     TorchRec has no name), and `StorageError` if a write fails.
     """
-    plans = [_plan_table(entry, names) for entry in opened.tables]
-    _check_names(opened, names)
+    plans = [_plan_table(entry, settings) for entry in opened.tables]
+    _check_names(opened, settings)
     found = [column.name for _, columns, _ in plans for column in columns]
     if twice := sorted({name for name in found if found.count(name) > 1}):
         raise InputError(f"two tables would be {twice[0]!r}: tell them apart with --rename")
@@ -103,41 +87,40 @@ def write_tables(opened: OpenCheckpoint, target: DirectoryHandle, names: DcpName
     return written
 
 
-def _check_names(opened: OpenCheckpoint, names: DcpNames) -> None:
-    """Raises `InputError` for an option with a name that is not in the checkpoint, which may be a typing error."""
+def _check_names(opened: OpenCheckpoint, settings: ConvertSettings) -> None:
+    """Raises `InputError` for an option with a name that is not in the checkpoint."""
     tables = {name for entry in opened.tables for name in (entry["table"], f"{entry['module']}/{entry['table']}")}
     modules = {entry["module"] for entry in opened.tables}
     slots = {slot for entry in opened.tables for slot in BY_KIND[entry["optimizer"]["name"]].slot_names}
     for option, given, known in (
-        ("--rows", names.rows, tables),
-        ("--rename", names.rename, tables),
-        ("--sequence", names.sequences, modules),
-        ("--skip", names.skip, slots),
+        ("--rows", settings.rows, tables),
+        ("--rename", settings.rename, tables),
+        ("--sequence", settings.sequences, modules),
+        ("--skip", settings.skip, slots),
     ):
-        if unknown := sorted(set(given) - known):
-            raise InputError(f"{option} {unknown[0]}: the checkpoint has {sorted(known)}")
+        check_known_names(option, given, known, "the checkpoint")
 
 
-def _plan_table(entry: dict[str, Any], names: DcpNames) -> tuple[int, list[_DcpColumn], type[OptimizerSpec]]:
+def _plan_table(entry: dict[str, Any], settings: ConvertSettings) -> tuple[int, list[_DcpColumn], type[OptimizerSpec]]:
     """Returns a table's row count, its tensors and its optimizer."""
     module, table, dim = entry["module"], entry["table"], entry["dim"]
-    rows = names.rows.get(f"{module}/{table}", names.rows.get(table))
+    rows = settings.rows.get(f"{module}/{table}", settings.rows.get(table))
     if rows is None:
         raise InputError(f"table {table!r}: say how many rows it has in TorchRec, as in --rows {table}=NUM_EMBEDDINGS")
     if not 1 <= rows <= MAX_ROWS:
         raise InputError(f"--rows {table}={rows}: give 1 to {MAX_ROWS}")
     optimizer = BY_KIND[entry["optimizer"]["name"]]
-    slots = [slot for slot in optimizer.slot_names if slot not in names.skip]
+    slots = [slot for slot in optimizer.slot_names if slot not in settings.skip]
     if unnamed := [slot for slot in slots if slot not in _NAMES]:
         raise UnsupportedError(
             f"table {table!r}: TorchRec has no optimizer with the slots of {optimizer.kind}: leave them out with "
             f"{' '.join(f'--skip {slot}' for slot in unnamed)}"
         )
-    called = names.rename.get(f"{module}/{table}", names.rename.get(table, table))
-    kind = "embeddings" if module in names.sequences else "embedding_bags"
+    called = settings.rename.get(f"{module}/{table}", settings.rename.get(table, table))
+    kind = "embeddings" if module in settings.sequences else "embedding_bags"
     weight = ".".join(part for part in (module, kind, called, "weight") if part)
-    model = (names.model_key,) if names.model_key else ()
-    state = (*((names.optimizer_key,) if names.optimizer_key else ()), "state", weight)
+    model = (settings.model_key,) if settings.model_key else ()
+    state = (*((settings.optimizer_key,) if settings.optimizer_key else ()), "state", weight)
     columns = [_DcpColumn(".".join((*model, weight)), (*model, weight), 0, dim, is_scalar=False)]
     for at, slot in enumerate(optimizer.slot_names):
         if slot in slots:
