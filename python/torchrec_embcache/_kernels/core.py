@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CoreBackend",
+    "GradientUpdate",
     "KernelBackend",
     "KernelTable",
     "PooledInputs",
@@ -92,6 +93,20 @@ class PooledInputs:
         return (len(self.offsets) - 1) // len(self.mean)
 
 
+@dataclass(frozen=True)
+class GradientUpdate:
+    """The inputs of a backward.
+
+    `grad`: the contiguous gradient of the lookup's output. `hyperparameters`: float64, a row for each table. `oov_sums` reduces the
+    gradient sums of the OOV rows over all ranks.
+    """
+
+    plan: Plan
+    grad: Tensor
+    hyperparameters: NDArray[np.float64]
+    oov_sums: OovGradientSums
+
+
 class KernelBackend(ABC):
     """The forward and backward of planned lookups over `tables`. `feature_tables[f]` is the table of feature f."""
 
@@ -119,29 +134,17 @@ class KernelBackend(ABC):
         """Returns the rows of all ids, float32 [N, D], where `count` is N. All tables have the same D."""
 
     @abstractmethod
-    def backward_pooled(
-        self,
-        plan: Plan,
-        pooled: PooledInputs,
-        grad: Tensor,
-        hyperparameters: NDArray[np.float64],
-        oov_sums: OovGradientSums,
-        weight_grad: bool,
-    ) -> Tensor | None:
-        """Updates the rows from a contiguous `grad` [B, C] and commits. With `weight_grad`, returns the weights' gradient [N]."""
+    def backward_pooled(self, update: GradientUpdate, pooled: PooledInputs, weight_grad: bool) -> Tensor | None:
+        """Updates the rows from gradients [B, C] and commits. With `weight_grad`, returns the weights' gradient [N]."""
 
     @abstractmethod
-    def backward_sequence(
-        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
-    ) -> None:
-        """Updates the rows from a contiguous `grad` [N, D] and commits."""
+    def backward_sequence(self, update: GradientUpdate) -> None:
+        """Updates the rows from gradients [N, D] and commits."""
 
-    def _train_oov_row(
-        self, plan: Plan, sums: Callable[[], Tensor], hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
-    ) -> None:
+    def _train_oov_row(self, update: GradientUpdate, sums: Callable[[], Tensor]) -> None:
         """Makes the commit update the OOV rows by the gradient sums of all ranks. Updates nothing itself."""
         if self.oov_tables:
-            plan.train_oov_row(oov_sums.all_reduce(sums()).numpy(), hyperparameters)
+            update.plan.train_oov_row(update.oov_sums.all_reduce(sums()).numpy(), update.hyperparameters)
 
 
 class CoreBackend(KernelBackend):
@@ -176,31 +179,23 @@ class CoreBackend(KernelBackend):
         self._run(plan, lambda device: plan.forward_sequence(out, device, threads))
         return torch.from_numpy(out)
 
-    def backward_pooled(
-        self,
-        plan: Plan,
-        pooled: PooledInputs,
-        grad: Tensor,
-        hyperparameters: NDArray[np.float64],
-        oov_sums: OovGradientSums,
-        weight_grad: bool,
-    ) -> Tensor | None:
+    def backward_pooled(self, update: GradientUpdate, pooled: PooledInputs, weight_grad: bool) -> Tensor | None:
         """Implements `KernelBackend`."""
         out = np.empty(int(pooled.offsets[-1]), np.float32) if weight_grad else None
-        gradient, threads = grad.numpy(), kernel_threads()
-        sums = plan.oov_gradient_sums_pooled
-        self._train_oov_row(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, oov_sums)
-        self._run(plan, lambda device: plan.backward_pooled(gradient, hyperparameters, out, device, threads))
+        plan, grad, numbers, threads = update.plan, update.grad.numpy(), update.hyperparameters, kernel_threads()
+        self._train_oov_row(update, lambda: torch.from_numpy(plan.oov_gradient_sums_pooled(grad, threads)))
+        self._run(plan, lambda device: plan.backward_pooled(grad, numbers, out, device, threads))
         return torch.from_numpy(out) if out is not None else None
 
-    def backward_sequence(
-        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
-    ) -> None:
+    def backward_sequence(self, update: GradientUpdate) -> None:
         """Implements `KernelBackend`."""
-        gradient, threads = grad.numpy(), kernel_threads()
-        sums = plan.oov_gradient_sums_sequence
-        self._train_oov_row(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, oov_sums)
-        self._run(plan, lambda device: plan.backward_sequence(gradient, hyperparameters, device, threads))
+        plan, grad, numbers, threads = update.plan, update.grad.numpy(), update.hyperparameters, kernel_threads()
+        self._train_oov_row(update, lambda: torch.from_numpy(plan.oov_gradient_sums_sequence(grad, threads)))
+        self._run(plan, lambda device: plan.backward_sequence(grad, numbers, device, threads))
+
+
+#: A table, the slots [U] of its distinct rows, where -1 stands for none, and their summed gradients [U, D].
+_TableGradient = tuple[int, NDArray[np.int64], Tensor]
 
 
 class TorchBackend(KernelBackend):
@@ -278,15 +273,7 @@ class TorchBackend(KernelBackend):
         row = self._missing_row(plan, table)
         return rows.masked_fill_(absent, 0.0) if row is None else torch.where(absent, row, rows)
 
-    def backward_pooled(
-        self,
-        plan: Plan,
-        pooled: PooledInputs,
-        grad: Tensor,
-        hyperparameters: NDArray[np.float64],
-        oov_sums: OovGradientSums,
-        weight_grad: bool,
-    ) -> Tensor | None:
+    def backward_pooled(self, update: GradientUpdate, pooled: PooledInputs, weight_grad: bool) -> Tensor | None:
         """Implements `KernelBackend`."""
         bags, features = pooled.bags, len(self.feature_tables)
         lengths = np.diff(pooled.offsets)
@@ -297,7 +284,7 @@ class TorchBackend(KernelBackend):
             scale = torch.from_numpy(1.0 / divisor[bag]).to(self.device)
         out = torch.zeros(int(pooled.offsets[-1]), dtype=torch.float32, device=self.device) if weight_grad else None
         columns = np.cumsum([0, *(self.tables[table].dim for table in self.feature_tables)])
-        updates = []
+        changes = []
         for table in range(len(self.tables)):
             mine = [feature for feature, other in enumerate(self.feature_tables) if other == table]
             if not mine:
@@ -305,86 +292,70 @@ class TorchBackend(KernelBackend):
             tier = self._tier(table)
             first, count = mine[0], len(mine)
             # [B * count, D]: the gradient of bag b of the table's feature j is in row b * count + j.
-            table_grad = grad[:, columns[first] : columns[first + count]].reshape(bags * count, tier.dim)
-            rows = plan.row_occurrences(table)
+            table_grad = update.grad[:, columns[first] : columns[first + count]].reshape(bags * count, tier.dim)
+            rows = update.plan.row_occurrences(table)
             feature_of, bag_of = np.divmod(bag[rows.occurrences], max(bags, 1))
             index = self._tensor(bag_of * count + (feature_of - first))
             positions = self._tensor(rows.occurrences)
             weights = scale.index_select(0, positions) if scale is not None else None
             if out is not None:
                 slots = self._tensor(np.repeat(rows.slots, np.diff(rows.starts)))
-                used = self._rows_of(plan, table, slots)
+                used = self._rows_of(update.plan, table, slots)
                 out.index_copy_(0, positions, (used * table_grad.index_select(0, index)).sum(1))
-            updates.append((table, rows.slots, _segment_sum(table_grad, index, self._tensor(rows.starts), weights)))
-        self._train_oov_row(plan, lambda: self._oov_sums(updates), hyperparameters, oov_sums)
-        self._update_and_commit(plan, updates, hyperparameters)
+            changes.append((table, rows.slots, _segment_sum(table_grad, index, self._tensor(rows.starts), weights)))
+        self._update_and_commit(update, changes)
         return out
 
-    def backward_sequence(
-        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
-    ) -> None:
+    def backward_sequence(self, update: GradientUpdate) -> None:
         """Implements `KernelBackend`."""
-        updates = []
+        changes = []
         for table in range(len(self.tables)):
-            rows = plan.row_occurrences(table)
-            summed = _segment_sum(grad, self._tensor(rows.occurrences), self._tensor(rows.starts), None)
-            updates.append((table, rows.slots, summed))
-        self._train_oov_row(plan, lambda: self._oov_sums(updates), hyperparameters, oov_sums)
-        self._update_and_commit(plan, updates, hyperparameters)
+            rows = update.plan.row_occurrences(table)
+            summed = _segment_sum(update.grad, self._tensor(rows.occurrences), self._tensor(rows.starts), None)
+            changes.append((table, rows.slots, summed))
+        self._update_and_commit(update, changes)
 
-    def _oov_sums(self, updates: list[tuple[int, NDArray[np.int64], Tensor]]) -> Tensor:
+    def _oov_sums(self, changes: list[_TableGradient]) -> Tensor:
         """Returns the gradient sums of ids that were not admitted, for each table with an OOV row."""
-        refused = {
-            table: grad[torch.from_numpy(slots < 0).to(self.device)]
-            for table, slots, grad in updates
-            if table in self.oov_tables
+        refused = {table: grad[torch.from_numpy(slots < 0).to(self.device)] for table, slots, grad in changes}
+        none = {
+            table: torch.zeros(0, self.tables[table].dim, dtype=torch.float32, device=self.device)
+            for table in self.oov_tables
         }
-        none = [
-            torch.zeros(0, self.tables[table].dim, dtype=torch.float32, device=self.device) for table in self.oov_tables
-        ]
-        each = (refused.get(table, rows) for table, rows in zip(self.oov_tables, none, strict=True))
-        return torch.cat([exact_sums(rows) for rows in each])
+        return torch.cat([exact_sums(refused.get(table, rows)) for table, rows in none.items()])
 
-    def _update_and_commit(
-        self, plan: Plan, updates: list[tuple[int, NDArray[np.int64], Tensor]], hyperparameters: NDArray[np.float64]
-    ) -> None:
+    def _update_and_commit(self, update: GradientUpdate, changes: list[_TableGradient]) -> None:
         """Updates and commits with exclusive access, so that no other thread copies a row with new weights and old metadata."""
+        self._train_oov_row(update, lambda: self._oov_sums(changes))
 
         def work() -> None:
             with torch.no_grad(), ExitStack() as changing:
-                self._update(plan, updates, hyperparameters, changing)
-            plan.commit()
+                self._update(update, changes, changing)
+            update.plan.commit()
 
-        plan.run_exclusively(work)
+        update.plan.run_exclusively(work)
 
-    def _update(
-        self,
-        plan: Plan,
-        updates: list[tuple[int, NDArray[np.int64], Tensor]],
-        hyperparameters: NDArray[np.float64],
-        writes: ExitStack,
-    ) -> None:
-        """Applies each table's optimizer to its distinct rows. `updates`: for each table its slots [U] and summed gradients [U, D].
+    def _update(self, update: GradientUpdate, changes: list[_TableGradient], writes: ExitStack) -> None:
+        """Applies each table's optimizer to its distinct rows.
 
         Until `writes` is closed, the rows of all tables are being written on the caller's stream.
 
         Memory for all tables is allocated first. Until `begin_update` an error leaves every row unchanged.
         """
-        changes = []
-        for table, slots, grad in updates:
+        written = []
+        for table, slots, grad in changes:
             owner, tier = self.tables[table], self._tier(table)
             trained = slots >= 0  # the others have no row and are not inserted
             if not trained.all():
                 slots, grad = slots[trained], grad[torch.from_numpy(trained).to(self.device)]
             index = self._tensor(slots)
             writes.enter_context(tier.writing(slots))
-            step = owner._native_table.step() + 1
-            changes += [
-                (part, index, values)
-                for part, values in updated_rows(owner._spec, tier, index, grad, hyperparameters[table], step)
+            numbers, step = update.hyperparameters[table], owner._native_table.step() + 1
+            written += [
+                (part, index, values) for part, values in updated_rows(owner._spec, tier, index, grad, numbers, step)
             ]
-        plan.begin_update()
-        for part, index, values in changes:
+        update.plan.begin_update()
+        for part, index, values in written:
             part.index_copy_(0, index, values)
 
 

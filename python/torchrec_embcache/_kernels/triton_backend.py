@@ -17,8 +17,8 @@ from torch import Tensor
 from torchrec_embcache._hyperparameters import Hyperparameters
 from torchrec_embcache.exceptions import InputError
 
-from .core import KernelBackend, KernelTable, PooledInputs
-from .oov_row import OovGradientSums, exact_sums
+from .core import GradientUpdate, KernelBackend, KernelTable, PooledInputs
+from .oov_row import exact_sums
 from .triton import launch
 from .triton.parts import PART_OCCURRENCES, split_rows
 
@@ -209,63 +209,49 @@ class TritonBackend(KernelBackend):
         plan.run_exclusively(work)
         return out
 
-    def backward_pooled(
-        self,
-        plan: Plan,
-        pooled: PooledInputs,
-        grad: Tensor,
-        hyperparameters: NDArray[np.float64],
-        oov_sums: OovGradientSums,
-        weight_grad: bool,
-    ) -> Tensor | None:
+    def backward_pooled(self, update: GradientUpdate, pooled: PooledInputs, weight_grad: bool) -> Tensor | None:
         """Implements `KernelBackend`."""
-        batch = self._send_batch(plan, pooled, with_slots=False)
+        batch = self._send_batch(update.plan, pooled, with_slots=False)
         occurrences = int(pooled.offsets[-1])
         scaled = pooled.weights is not None or bool(pooled.mean.any())
-        gradients = launch.find_gradients(batch.features, batch.bags, occurrences, grad, scaled)
+        gradients = launch.find_gradients(batch.features, batch.bags, occurrences, update.grad, scaled)
         out = torch.empty(occurrences, dtype=torch.float32, device=self.device) if weight_grad else None
 
         def before_update() -> None:
             if out is not None:
-                batch = self._send_batch(plan, pooled, with_slots=True)
+                batch, grad = self._send_batch(update.plan, pooled, with_slots=True), update.grad
                 with self._reading_tiers():
                     for dim, members in batch.members.items():
                         launch.fill_weight_gradients(dim, members, batch.features, batch.slots, batch.bags, grad, out)
 
-        self._update_and_commit(plan, gradients, hyperparameters, oov_sums, before_update)
+        self._update_and_commit(update, gradients, before_update)
         return out
 
-    def backward_sequence(
-        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
-    ) -> None:
+    def backward_sequence(self, update: GradientUpdate) -> None:
         """Implements `KernelBackend`."""
-        self._update_and_commit(plan, launch.DeviceGradients(grad), hyperparameters, oov_sums, lambda: None)
+        self._update_and_commit(update, launch.DeviceGradients(update.grad), lambda: None)
 
     def _update_and_commit(
-        self,
-        plan: Plan,
-        gradients: launch.DeviceGradients,
-        hyperparameters: NDArray[np.float64],
-        oov_sums: OovGradientSums,
-        before_update: Callable[[], None],
+        self, update: GradientUpdate, gradients: launch.DeviceGradients, before_update: Callable[[], None]
     ) -> None:
         """Updates and commits with exclusive access, so that no other thread copies a row with new weights and old metadata.
 
         Memory for all tables is allocated first. Until `begin_update` an error leaves every row unchanged.
         """
-        updates = [self._distinct_rows(plan, alike) for alike in self._groups]
-        self._train_oov_row(plan, lambda: self._oov_sums(updates, gradients), hyperparameters, oov_sums)
-        ready = [_launches(update, gradients) for update in updates]
+        plan = update.plan
+        groups = [self._distinct_rows(plan, alike) for alike in self._groups]
+        self._train_oov_row(update, lambda: self._oov_sums(groups, gradients))
+        ready = [_launches(group, gradients) for group in groups]
 
         def work() -> None:
             before_update()
-            numbers = [self._update_hyperparameters(update.group, hyperparameters) for update in updates]
-            given = [(each, *of_update) for each_of, of_update in zip(ready, numbers, strict=True) for each in each_of]
+            numbers = [self._update_hyperparameters(each.group, update.hyperparameters) for each in groups]
+            given = [(each, *of_group) for each_of, of_group in zip(ready, numbers, strict=True) for each in each_of]
             for each, tiers, values in given:
                 each.compile(tiers, values)
             with ExitStack() as changing:
-                for update in updates:
-                    for table, slots in update.slots.items():
+                for group in groups:
+                    for table, slots in group.slots.items():
                         changing.enter_context(self._tier(table).writing(slots))
                 plan.begin_update()
                 for each, tiers, values in given:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrec_embcache import _native
 from torchrec_embcache._autograd import anchor_gradient, check_backward_updates_rows, clamp_gradient
 from torchrec_embcache._device.tier import place_rows, table_memory_errors
-from torchrec_embcache._kernels.core import KernelBackend, PooledInputs, kernel_threads
+from torchrec_embcache._kernels.core import GradientUpdate, KernelBackend, PooledInputs, kernel_threads
 from torchrec_embcache._kernels.oov_row import OovGradientSums, OtherRankFailedError, oov_sums_size
 from torchrec_embcache._kernels.select import make_backend
 from torchrec_embcache._ssd import autoflush
@@ -395,7 +395,8 @@ class _PooledBatch(_LookupBatch):
         grad = self.clamp_gradient(
             grad, limits, [self.group.tables[table].dim for table in self.group.feature_tables], 1
         )
-        return self.backend.backward_pooled(self.plan, self.pooled, grad, numbers, self.oov_sums, weight_grad)
+        update = GradientUpdate(self.plan, grad, numbers, self.oov_sums)
+        return self.backend.backward_pooled(update, self.pooled, weight_grad)
 
 
 class _SequenceBatch(_LookupBatch):
@@ -410,7 +411,7 @@ class _SequenceBatch(_LookupBatch):
         del weight_grad  # sequences have no weights
         numbers, limits = self.begin_backward()
         grad = self.clamp_gradient(grad, limits, np.diff(self.splits).tolist(), 0)
-        self.backend.backward_sequence(self.plan, grad, numbers, self.oov_sums)
+        self.backend.backward_sequence(GradientUpdate(self.plan, grad, numbers, self.oov_sums))
 
 
 class _FusedLookup(torch.autograd.Function):
