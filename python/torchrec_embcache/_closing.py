@@ -1,10 +1,11 @@
 """A mixin that closes an object at the end of a `with` statement."""
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-__all__ = ["CloseOnExitMixin"]
+__all__ = ["CloseOnExitMixin", "first_error"]
 
 
 class CloseOnExitMixin:
@@ -29,3 +30,14 @@ class CloseOnExitMixin:
             if error is None:
                 raise
             error.add_note(f"closing the {type(self).__name__} failed too: {failure}")
+
+
+def first_error(calls: Iterable[Callable[[], None]]) -> Exception | None:
+    """Calls every function. Returns the first error."""
+    first: Exception | None = None
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            first = first or error
+    return first

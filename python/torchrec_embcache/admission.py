@@ -17,6 +17,7 @@ from .exceptions import ConfigError
 __all__ = ["Admission", "Count", "NotAdmitted", "Probability", "ReadOnly", "ShowClick", "check_not_admitted"]
 
 NotAdmitted = Literal["zeros", "initial", "oov"] | float
+_NAMES_NOT_ADMITTED: tuple[Literal["zeros", "initial", "oov"], ...] = ("zeros", "initial", "oov")
 
 _MAX_COUNT = (1 << 24) - 1
 _MAX_WINDOW_STEPS = 1 << 53
@@ -193,12 +194,9 @@ class ReadOnly(Admission):
 
 def check_not_admitted(field: str, value: object) -> NotAdmitted:
     """Validates `not_admitted`. Raises `ConfigError`, which names `field`."""
-    if value == "zeros":
-        return "zeros"
-    if value == "initial":
-        return "initial"
-    if value == "oov":
-        return "oov"
+    for name in _NAMES_NOT_ADMITTED:
+        if value == name:
+            return name
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 3.4028234663852886e38:
         raise ConfigError(f'{field}={value!r} is not known: use "zeros", "initial", "oov" or a finite float32')
     return float(value)

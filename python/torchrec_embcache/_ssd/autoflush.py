@@ -14,19 +14,18 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
+from torchrec_embcache._closing import first_error
 from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 
-from .diagnostics import SsdTableInfo
-from .flush import FlushableTable, flush_tables
+from .flush import flush_tables
+from .table import SsdTable
 
 __all__ = [
     "FlushSchedule",
-    "TrackedTable",
     "begin_backward",
     "close_all",
     "flush_at_exit",
@@ -39,40 +38,13 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 
-class TrackedTable(FlushableTable, SsdTableInfo, Protocol):
-    """The attributes of a table that this module uses."""
-
-    @property
-    def _is_multi_rank(self) -> bool:
-        """True if it was opened in a process that is one of several ranks."""
-
-    @property
-    def is_open(self) -> bool:
-        """True if its tiers were opened."""
-
-    @property
-    def _is_closed(self) -> bool:
-        """True if it was closed and cannot be used again."""
-
-    @property
-    def _unusable(self) -> str | None:
-        """The reason why the table is poisoned, such as a failed load; None if it is usable."""
-
-    def close(self) -> None:
-        """Flushes and closes the table."""
-
-    @property
-    def _has_unflushed_rows(self) -> bool:
-        """True if it is open in this process and has rows that changed since the last state that can be resumed."""
-
-
 # Weak references, so that unreferenced tables are garbage collected.
-_open_tables: weakref.WeakSet[TrackedTable] = weakref.WeakSet()
+_open_tables: weakref.WeakSet[SsdTable] = weakref.WeakSet()
 # The id of the process that registered the exit hook. A forked child has its own tables.
 _hooked_pid: int | None = None
 
 
-def track_table(table: TrackedTable) -> None:
+def track_table(table: SsdTable) -> None:
     """Tracks a table with an SSD tier until it is closed."""
     global _hooked_pid, _open_tables
     if _hooked_pid != os.getpid():
@@ -87,7 +59,7 @@ def track_table(table: TrackedTable) -> None:
     _open_tables.add(table)
 
 
-def open_tables() -> list[TrackedTable]:
+def open_tables() -> list[SsdTable]:
     """Returns the tables with an SSD tier that are open in this process."""
     # A closed table stays in the set while it is referenced.
     tables = list(_open_tables) if _hooked_pid == os.getpid() else []
@@ -112,12 +84,7 @@ def close_all() -> None:
         >>> len(item), item.table.step()
         (2, 2)
     """
-    first: Exception | None = None
-    for table in sorted(open_tables(), key=lambda table: table.name):
-        try:
-            table.close()
-        except Exception as error:
-            first = first or error
+    first = first_error(table.close for table in sorted(open_tables(), key=lambda table: table.name))
     if first is not None:
         raise first
 
@@ -131,7 +98,7 @@ class _BackwardState:
     def __init__(self, expected: int) -> None:
         self.expected = expected
         # For each lookup, one of its tables, and the table's step before the backward.
-        self.begun: list[tuple[weakref.ref[TrackedTable], int]] = []
+        self.begun: list[tuple[weakref.ref[SsdTable], int]] = []
 
     def is_incomplete(self) -> bool:
         """True if some tables are updated and others are not yet."""
@@ -139,7 +106,7 @@ class _BackwardState:
         return 0 < done < self.expected
 
 
-def _has_stepped(table: TrackedTable | None, steps_before: int) -> bool:
+def _has_stepped(table: SsdTable | None, steps_before: int) -> bool:
     try:
         return table is None or table.step() > steps_before
     except StateError:  # closed, with the rows that it had
@@ -157,7 +124,7 @@ def register_forward(batch: object) -> None:
     _pending_forwards.add(batch)
 
 
-def begin_backward(batch: object, table: TrackedTable) -> None:
+def begin_backward(batch: object, table: SsdTable) -> None:
     """Records, within autograd, that the backward of `batch` is about to update its tables. `table` is one of them."""
     number = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way to tell one backward from another
     backward = _backwards.get(number)
@@ -182,7 +149,7 @@ def _is_step_incomplete() -> bool:
 # ---- end of a table, and of the process
 
 
-def flush_dropped_table(table: TrackedTable) -> None:
+def flush_dropped_table(table: SsdTable) -> None:
     """Flushes a table that is being garbage collected, if it has rows that a resume would not find. Raises nothing."""
     if sys.is_finalizing() or _hooked_pid != os.getpid():
         return
@@ -240,11 +207,11 @@ def flush_at_exit() -> None:
         )
 
 
-def _is_multi_rank(table: TrackedTable) -> bool:
+def _is_multi_rank(table: SsdTable) -> bool:
     return table._is_multi_rank or all_ranks().world_size > 1
 
 
-def _warn_multi_rank(tables: Sequence[TrackedTable]) -> None:
+def _warn_multi_rank(tables: Sequence[SsdTable]) -> None:
     message = (
         f"the steps of {_names(tables)} since the last flush are lost: of several ranks no one can flush alone; call "
         "torchrec_embcache.flush(model) on every rank before the processes end, or give TierBudgets(flush_every=...)"
@@ -254,7 +221,7 @@ def _warn_multi_rank(tables: Sequence[TrackedTable]) -> None:
     warnings.warn(message, ResourceWarning, stacklevel=3)
 
 
-def _names(tables: Sequence[TrackedTable]) -> str:
+def _names(tables: Sequence[SsdTable]) -> str:
     return ("table " if len(tables) == 1 else "tables ") + ", ".join(repr(table.name) for table in tables)
 
 

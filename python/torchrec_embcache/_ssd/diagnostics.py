@@ -5,52 +5,22 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Protocol
 
 from torchrec_embcache import _native
-from torchrec_embcache.config import SsdRoot, TierBudgets, bytes_text
+from torchrec_embcache.config import SsdRoot, bytes_text
 from torchrec_embcache.exceptions import EmbCacheError, EmbCacheWarning
 
 from . import commit
+from .table import SsdTable
 
-__all__ = ["SsdTableInfo", "check_opened_table", "log_unflushed", "remove_superseded"]
+__all__ = ["check_opened_table", "log_unflushed", "remove_superseded"]
 
 _log = logging.getLogger(__name__)
 
 _SHARD = re.compile(r"(\d{1,7})-of-(\d{1,7})")
 
 
-class SsdTableInfo(Protocol):
-    """The attributes of an open table that this module reads."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tiers(self) -> TierBudgets: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def _is_sharded(self) -> bool: ...
-
-    """True if other ranks own the remaining buckets of the table."""
-
-    def __len__(self) -> int: ...
-
-    def step(self) -> int:
-        """Returns the number of training steps."""
-
-    @property
-    def directory(self) -> str | None:
-        """The directory of its files; None without an SSD tier."""
-
-    @property
-    def _ssd_bytes_held(self) -> int:
-        """Size of its files in bytes."""
-
-
-def check_opened_table(table: SsdTableInfo, tables: Sequence[SsdTableInfo], *, resumed: int | None) -> bool:
+def check_opened_table(table: SsdTable, tables: Sequence[SsdTable], *, resumed: int | None) -> bool:
     """Logs and warns about a table that was just opened, and removes files of runs with another number of ranks.
 
     `tables` are all open tables with an SSD tier, including this one. `resumed` is the commit id of the state that the table
@@ -69,7 +39,7 @@ def check_opened_table(table: SsdTableInfo, tables: Sequence[SsdTableInfo], *, r
     return left and table.tiers.reopen == "auto"
 
 
-def remove_superseded(table: SsdTableInfo, *, by_all_ranks: bool) -> bool:
+def remove_superseded(table: SsdTable, *, by_all_ranks: bool) -> bool:
     """After a flush, removes the files of runs with another number of ranks. Until then their rows can be resumed after a crash.
 
     Returns True if only this shard was flushed and other ranks own the rest of the table: call this function again after the next
@@ -81,7 +51,7 @@ def remove_superseded(table: SsdTableInfo, *, by_all_ranks: bool) -> bool:
     return False
 
 
-def _log_opened(table: SsdTableInfo, *, resumed: bool) -> None:
+def _log_opened(table: SsdTable, *, resumed: bool) -> None:
     if table.directory is None:
         _log.info("table %r: opened with %s", table.name, table.tiers.describe())
         return
@@ -96,7 +66,7 @@ def _log_opened(table: SsdTableInfo, *, resumed: bool) -> None:
 _warned_roots: set[str] = set()
 
 
-def _warn_of_space(ssd_dir: str, tables: Sequence[SsdTableInfo]) -> None:
+def _warn_of_space(ssd_dir: str, tables: Sequence[SsdTable]) -> None:
     """Warns once per root (`ssd_dir`) if its file system has less free space than the open tables' budgets on it still allow."""
     try:
         device, system = os.stat(ssd_dir).st_dev, os.statvfs(ssd_dir)
@@ -137,7 +107,7 @@ def log_unflushed(directory: str) -> None:
         )
 
 
-def _check_other_shards(table: SsdTableInfo, directory: str, *, remove: bool, log: bool = True) -> bool:
+def _check_other_shards(table: SsdTable, directory: str, *, remove: bool, log: bool = True) -> bool:
     """Reports files that other runs left next to a shard's `directory`. With `remove`, removes those of another number of ranks.
 
     Returns True if files of another number of ranks are left for a flush to remove.

@@ -4,53 +4,23 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol, TypeVar
+from contextlib import ExitStack
+from typing import TypeVar
 
 from torchrec_embcache._dist.ranks import Ranks, SingleRank, all_ranks
-from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.exceptions import EmbCacheWarning
 
 from . import commit
+from .table import SsdTable
 
-__all__ = ["FlushableTable", "flush_tables"]
+__all__ = ["flush_tables"]
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class FlushableTable(Protocol):
-    """The operations of a table with an SSD tier that this module uses."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tiers(self) -> TierBudgets: ...
-
-    def open(self) -> None:
-        """Opens the table. Idempotent."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def _flush_lock(self) -> AbstractContextManager[Any]:
-        """Lock held from the choice of a flush's commit id until its state is committed."""
-
-    def commit_ids(self) -> list[int]:
-        """Returns the commit ids of the states in its directory, oldest first."""
-
-    def _known_commit_ids(self) -> list[int]:
-        """Returns these commit ids and those of its former states. A new commit id is larger than all of them."""
-
-    def _flush_with_commit_id(self, commit_id: int | None) -> int:
-        """Commits a state under `commit_id`. Returns its row version."""
-
-    def _mark_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
-        """Records that a resume finds the rows of this version; `by_all_ranks`: the rows of every rank."""
-
-
-def flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool = False) -> None:
+def flush_tables(tables: Sequence[SsdTable], *, single_rank: bool = False) -> None:
     """Writes every dirty row of `tables`, which have an SSD tier, and commits them as one state.
 
     Collective: the tables of all ranks form one state. With `single_rank` this rank commits on its own. If one rank cannot write,
@@ -64,7 +34,7 @@ def flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool = False)
         _flush_tables(tables, single_rank=single_rank)
 
 
-def _flush_tables(tables: Sequence[FlushableTable], *, single_rank: bool) -> None:
+def _flush_tables(tables: Sequence[SsdTable], *, single_rank: bool) -> None:
     """Implements `flush_tables`. The caller holds `flush_lock` of each table."""
     began = time.monotonic()
     ranks: Ranks = SingleRank() if single_rank else all_ranks()

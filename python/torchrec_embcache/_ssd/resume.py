@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Protocol
 
-from torchrec_embcache.config import Reopen, TierBudgets
+from torchrec_embcache.config import Reopen
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 
 from . import commit, diagnostics
+from .table import SsdTable
 
 __all__ = ["ResumeState", "find_resume_state", "warn_of_lost_state"]
-
-
-class ResumableTable(Protocol):
-    """The attributes of a table that this module uses."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tiers(self) -> TierBudgets: ...
-
-    @property
-    def directory(self) -> str | None:
-        """The SSD tier's directory of this shard; None without an SSD tier."""
-
-    def commit_ids(self) -> list[int]:
-        """Returns the commit ids of the states in the directory, oldest first."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +26,7 @@ class ResumeState:
     """The latest state found, if nothing is resumed because its flush of several tables is incomplete."""
 
 
-def find_resume_state(table: ResumableTable, reopen: Reopen | None, commit_id: int | None) -> ResumeState:
+def find_resume_state(table: SsdTable, reopen: Reopen | None, commit_id: int | None) -> ResumeState:
     """Returns the state of `commit_id`, or by default the latest complete one.
 
     If there is none, "auto" resumes nothing and "resume" raises `StateError`. Also raises `StateError` for a commit id with another
@@ -67,7 +51,7 @@ def find_resume_state(table: ResumableTable, reopen: Reopen | None, commit_id: i
     return ResumeState(commit_id, published)
 
 
-def warn_of_lost_state(table: ResumableTable, state: ResumeState) -> None:
+def warn_of_lost_state(table: SsdTable, state: ResumeState) -> None:
     """Warns if opening a table discarded the state before the resumed one, because its files are corrupted or missing."""
     if (
         state.commit_id is not None

@@ -143,7 +143,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
                 )
         # The order in which TorchRec sends features. It does not depend on batches, so that TorchRec never has to change it.
         self._input_keys = [name for sharding in self._shardings() for name in sharding.feature_names()]
-        self.__dict__["_flush_schedule"] = self._module_tables.flush_schedule(collective=True)
+        self.__dict__["_flush_schedule"] = FlushSchedule(self._module_tables.flush_intervals, collective=True)
         self._built = True
 
     # Set by `_prepare`.
@@ -200,7 +200,7 @@ class ShardedCacheModule(RankAgreementMixin, CacheModule):
                 raise InputError(f"{self._owner} has no table {table!r}: give one of {', '.join(self._configs)}")
 
         all_ranks().run(check)
-        import_on_all_ranks(table, self._module_tables.shard(table), ids, weights, slots, metadata)
+        import_on_all_ranks(table, self._module_tables.get(table), ids, weights, slots, metadata)
 
     def param_group(self, table: str) -> dict[str, Any] | None:
         """Returns the table's entry of `param_groups`; None if the table has no optimizer."""

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache._lookup.group import LookupGroup
+from torchrec_embcache._ssd.autoflush import FlushSchedule
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.model import CacheModule
@@ -80,7 +81,7 @@ class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
             specs=dict.fromkeys(shards),
         )
         self._counts_clicks = self._tables.counts_clicks
-        self._flush_schedule = self._tables.flush_schedule(collective=False)
+        self._flush_schedule = FlushSchedule(self._tables.flush_intervals, collective=False)
         self._features = [feature for config in configs for feature in config.feature_names]
         self._anchor = torch.zeros(0, dtype=torch.float32, device=on, requires_grad=True)
         self._lookup: tuple[TableOptimizer, LookupGroup] | None = None

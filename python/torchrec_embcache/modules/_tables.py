@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torchrec.optim.fused import EmptyFusedOptimizer
 
+from torchrec_embcache._closing import first_error
 from torchrec_embcache._lookup.group import LookupGroup
-from torchrec_embcache._ssd.autoflush import FlushSchedule
 from torchrec_embcache.config import TierBudgets, bucket_range
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
@@ -254,10 +254,6 @@ class ModuleTables(Mapping[str, CacheTable]):
     def __len__(self) -> int:
         return len(self._tables)
 
-    def shard(self, name: str) -> CacheTable | None:
-        """Returns this rank's shard of a table, for internal use; None if the rank has none."""
-        return self._tables.get(name)
-
     @property
     def untrainable(self) -> list[str]:
         """The names of the tables that have no optimizer."""
@@ -363,13 +359,9 @@ class ModuleTables(Mapping[str, CacheTable]):
         tables = [self._tables[name] for name in names]
         return LookupGroup(tables, features, param_groups, after_backward=after_backward, all_reduce=all_reduce)
 
-    def flush_schedule(self, *, collective: bool) -> FlushSchedule:
-        """Creates the flush schedule of these tables during training; `collective`: all ranks flush together."""
-        return FlushSchedule(self.flush_intervals, collective=collective)
-
     def close(self) -> None:
         """Flushes and closes every table. The first error is raised after all are closed."""
-        first = _first_error(table.close for table in self._tables.values())
+        first = first_error(table.close for table in self._tables.values())
         if first is not None:
             raise first
 
@@ -383,24 +375,8 @@ class ModuleTables(Mapping[str, CacheTable]):
         # Before any is closed: if Ctrl-C interrupts the closing, tables left open are not flushed at process exit.
         for table in tables[len(complete_tables) :]:
             table._set_unflushable()
-        _close_after(error, [table.close for table in tables])
-
-
-def _first_error(calls: Iterable[Callable[[], None]]) -> Exception | None:
-    """Calls every function. Returns the first error."""
-    first: Exception | None = None
-    for call in calls:
-        try:
-            call()
-        except Exception as error:
-            first = first or error
-    return first
-
-
-def _close_after(error: BaseException, closes: Iterable[Callable[[], None]]) -> None:
-    """Calls every function, each of which closes a table. Adds the first error of closing to `error` as a note."""
-    if (failure := _first_error(closes)) is not None:
-        error.add_note(f"closing the tables failed too: {failure}")
+        if (failure := first_error(table.close for table in tables)) is not None:
+            error.add_note(f"closing the tables failed too: {failure}")
 
 
 def _replace_rows(table: CacheTable, spec: OptimizerSpec, chunks: Iterable[RowChunk], *, weights_only: bool) -> None:

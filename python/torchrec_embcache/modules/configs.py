@@ -25,6 +25,7 @@ from torchrec_embcache.config import (
     check_int,
     check_name,
 )
+from torchrec_embcache.eviction import Policy
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.initializers import Initializer, Uniform
 from torchrec_embcache.table._evict_callback import check_on_evict
@@ -218,7 +219,7 @@ def lifecycle_of(config: CacheConfig) -> LifecycleConfig:
     if recsdks != TranslatedConfig() and any(given.values()):
         names = " and ".join(name for name, is_given in given.items() if is_given)
         raise ConfigError(f"{of}admit_and_evict_config and {names} contradict each other: give one way to say it")
-    return LifecycleConfig.checked(
+    return LifecycleConfig(
         admission=recsdks.admission or config.admission,
         not_admitted=recsdks.not_admitted if recsdks != TranslatedConfig() else config.not_admitted,
         score_half_life_steps=half_life,
@@ -228,7 +229,7 @@ def lifecycle_of(config: CacheConfig) -> LifecycleConfig:
     )
 
 
-def _merge_torchrec_policy(config: CacheConfig, owner: str) -> tuple[object, object]:
+def _merge_torchrec_policy(config: CacheConfig, owner: str) -> tuple[int, Policy | None]:
     """Returns the half-life of scores in steps, and the eviction policy, from a table's own settings or from TorchRec's policy."""
     given = config.virtual_table_eviction_policy
     if given is None:

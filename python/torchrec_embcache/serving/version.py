@@ -21,7 +21,7 @@ from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache._lookup.offsets import check_offsets
 from torchrec_embcache.config import check_choice
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
-from torchrec_embcache.table.rows import IdsLike, check_float32, contiguous, ids_array
+from torchrec_embcache.table.rows import IdsLike, as_array, check_float32, contiguous, ids_array
 
 __all__ = ["Pooling", "Rows", "Table", "Version", "current_version"]
 
@@ -366,7 +366,7 @@ def current_version(tables: object) -> Version | None:
 
 def _flat_ids(field: str, ids: IdsLike) -> I64:
     """Converts to a 1-D array of 64-bit integers [N]. Raises `InputError`, which names `field`, for anything else."""
-    given = ids if isinstance(ids, Tensor) else _array(field, ids)
+    given = ids if isinstance(ids, Tensor) else as_array(field, ids)
     if given.ndim != 1:
         raise InputError(f"{field} has shape {list(given.shape)}: give one dimension, as by .reshape(-1)")
     if isinstance(given, Tensor):
@@ -377,10 +377,3 @@ def _flat_ids(field: str, ids: IdsLike) -> I64:
         )
     # Ids are arbitrary 64-bit patterns, so a uint64 array keeps its bits.
     return np.ascontiguousarray(given).astype(np.int64, casting="unsafe", copy=False)
-
-
-def _array(field: str, value: object) -> NDArray[np.generic]:
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError, OverflowError) as cause:
-        raise InputError(f"{field} is no array of numbers: {cause}") from cause

@@ -7,40 +7,21 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
-import torch
-
-from torchrec_embcache.config import TierBudgets, bytes_text
+from torchrec_embcache._ssd.table import SsdTable
+from torchrec_embcache.config import bytes_text
 from torchrec_embcache.exceptions import EmbCacheWarning
 
-__all__ = ["HostTableInfo", "warn_if_over_memory"]
+__all__ = ["warn_if_over_memory"]
 
 
-class HostTableInfo(Protocol):
-    """The attributes of an open table that this module reads."""
-
-    @property
-    def tiers(self) -> TierBudgets: ...
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def is_open(self) -> bool:
-        """True if its tiers were opened."""
-
-    @property
-    def _is_closed(self) -> bool:
-        """True if its tiers were closed again."""
-
-
-_tables: weakref.WeakSet[HostTableInfo] = weakref.WeakSet()
+_tables: weakref.WeakSet[SsdTable] = weakref.WeakSet()
 _lock = threading.Lock()
 # The budgets in the last warning, in bytes.
 _warned_bytes = 0
 
 
-def warn_if_over_memory(table: HostTableInfo) -> None:
+def warn_if_over_memory(table: SsdTable) -> None:
     """Warns if the budgets of all open tables, including `table`, exceed the memory available to this process.
 
     The warning is repeated only after the budgets have doubled.

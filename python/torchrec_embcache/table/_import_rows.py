@@ -16,31 +16,22 @@ from numpy.typing import NDArray
 from torchrec_embcache import _native
 from torchrec_embcache._buckets import buckets_of
 from torchrec_embcache._dist.ranks import Ranks, all_ranks
+from torchrec_embcache._kernels.core import KernelTable
 from torchrec_embcache.exceptions import InputError, StateError
 from torchrec_embcache.optimizers import OptimizerSpec
 
-from .rows import IdsLike, RowMetadata, ValuesLike, row_ids, row_vectors
+from .rows import IdsLike, RowMetadata, ValuesLike, import_columns, row_ids
 
 __all__ = ["import_on_all_ranks"]
 
 
-class ImportTarget(Protocol):
+class ImportTarget(KernelTable, Protocol):
     """The attributes of a table's shard that this module uses."""
 
-    @property
-    def dim(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
     @property
     def total_num_buckets(self) -> int: ...
     @property
     def buckets(self) -> tuple[int, int]: ...
-
-    @property
-    def _spec(self) -> OptimizerSpec: ...
-
-    @property
-    def _native_table(self) -> _native.Table: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +95,8 @@ def import_on_all_ranks(
     prepared: list[tuple[_ImportRows, NDArray[np.int64]]] = []
 
     def prepare() -> dict[str, object]:
-        rows = _check_rows(holding, ids, weights, slots, metadata)
+        array = row_ids(ids, torch.device("cpu"))
+        rows = _ImportRows(array, *import_columns(holding.spec, holding.dim, len(array), weights, slots, metadata))
         prepared.append((rows, _owner_ranks(name, rows.ids, holdings)))
         return {"slots": bool(slots), "metadata": metadata is not None}
 
@@ -123,20 +115,6 @@ def import_on_all_ranks(
             shard._native_table.import_rows(arrived.ids, arrived.vectors, arrived.scalars, arrived.metadata)
 
     ranks.run(import_received)
-
-
-def _check_rows(
-    shard_info: _ShardInfo,
-    ids: IdsLike,
-    weights: ValuesLike,
-    slots: Mapping[str, ValuesLike] | None,
-    metadata: RowMetadata | None,
-) -> _ImportRows:
-    array = row_ids(ids, torch.device("cpu"))
-    if not isinstance(metadata, RowMetadata | None):
-        raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
-    vectors, scalars = row_vectors(shard_info.spec, shard_info.dim, len(array), weights, slots)
-    return _ImportRows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
 
 
 def _owner_ranks(name: str, ids: NDArray[np.int64], shard_infos: list[_ShardInfo | None]) -> NDArray[np.int64]:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Self, TypedDict
+from dataclasses import InitVar, dataclass
+from typing import Any, Literal
 
-from torchrec_embcache import _native
 from torchrec_embcache.admission import Admission, Count, NotAdmitted, ShowClick, check_not_admitted
 from torchrec_embcache.config import MissingRead, check_choice, check_int
 from torchrec_embcache.eviction import Policy
 from torchrec_embcache.exceptions import ConfigError
 
-__all__ = ["DEFAULT_SCORE_HALF_LIFE_STEPS", "MAX_SCORE_HALF_LIFE_STEPS", "LifecycleConfig", "NativeLifecycle"]
+__all__ = ["DEFAULT_SCORE_HALF_LIFE_STEPS", "MAX_SCORE_HALF_LIFE_STEPS", "LifecycleConfig"]
 
 DEFAULT_SCORE_HALF_LIFE_STEPS = 1024
 # Scores decay by 1024ths of the half-life. With this half-life they never decay, because no table runs that many steps.
 MAX_SCORE_HALF_LIFE_STEPS = 1 << 53
-
-
-class NativeLifecycle(TypedDict, total=False):
-    """Lifecycle arguments of the native table, by their names there. Without eviction the two eviction keys are absent."""
-
-    admission: _native.RowAdmission | None
-    not_admitted: NotAdmitted
-    missing_read: NotAdmitted
-    score_half_life_steps: int
-    eviction: _native.SweepRule
-    evict_every_steps: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,43 +30,29 @@ class LifecycleConfig:
     eviction: Policy | None = None
     missing: MissingRead | None = None
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        admission: object,
-        not_admitted: object,
-        score_half_life_steps: object,
-        eviction: object,
-        missing: MissingRead | None,
-        owner: str = "",
-    ) -> Self:
+    owner: InitVar[str] = ""
+
+    def __post_init__(self, owner: str) -> None:
         """Validates a user's settings. Raises `ConfigError` for invalid values; the message starts with `owner`, the table."""
-        if not isinstance(admission, Admission | None):
+        if not isinstance(self.admission, Admission | None):
             raise ConfigError(
-                f"{owner}admission={admission!r} is not known: use one of torchrec_embcache.admission, or None"
+                f"{owner}admission={self.admission!r} is not known: use one of torchrec_embcache.admission, or None"
             )
-        if not isinstance(eviction, Policy | None):
+        if not isinstance(self.eviction, Policy | None):
             raise ConfigError(
-                f"{owner}eviction={eviction!r} is not known: use torchrec_embcache.eviction.Policy([...]), or None"
+                f"{owner}eviction={self.eviction!r} is not known: use torchrec_embcache.eviction.Policy([...]), or None"
             )
-        if missing is not None:
-            check_choice(f"{owner}missing", missing, MissingRead)
-        value = check_not_admitted(f"{owner}not_admitted", not_admitted)
-        if admission is None and value != "zeros":
+        if self.missing is not None:
+            check_choice(f"{owner}missing", self.missing, MissingRead)
+        value = check_not_admitted(f"{owner}not_admitted", self.not_admitted)
+        if self.admission is None and value != "zeros":
             raise ConfigError(
-                f"{owner}not_admitted={not_admitted!r} without admission has no effect, because every id gets a row: "
+                f"{owner}not_admitted={self.not_admitted!r} without admission has no effect, because every id gets a row: "
                 "give admission, or leave it out. The setting `missing` is for evaluation"
             )
-        return cls(
-            admission=admission,
-            not_admitted=value,
-            score_half_life_steps=check_int(
-                f"{owner}score_half_life_steps", score_half_life_steps, 1, MAX_SCORE_HALF_LIFE_STEPS
-            ),
-            eviction=eviction,
-            missing=missing,
-        )
+        field, steps = f"{owner}score_half_life_steps", self.score_half_life_steps
+        object.__setattr__(self, "not_admitted", value)
+        object.__setattr__(self, "score_half_life_steps", check_int(field, steps, 1, MAX_SCORE_HALF_LIFE_STEPS))
 
     @property
     def counts_ids(self) -> bool:
@@ -105,9 +79,9 @@ class LifecycleConfig:
         """True if an eviction rule needs the times of the table's steps."""
         return self.eviction is not None and self.eviction.needs_clock
 
-    def native(self) -> NativeLifecycle:
+    def native(self) -> dict[str, Any]:
         """Returns the native form."""
-        given: NativeLifecycle = {
+        given: dict[str, Any] = {
             "admission": None if self.admission is None else self.admission.native(),
             "not_admitted": self.missing_read,
             "missing_read": self.missing or self.missing_read,

@@ -1,5 +1,6 @@
 """The options of a table, and its validated settings."""
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Callable
@@ -123,98 +124,75 @@ class ModuleShare:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings:
-    """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns.
+    """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns; None: those of its rank.
 
     `is_sharded`: true if the table is sharded over ranks, even if a loaded checkpoint has fewer buckets than there are ranks, so
-    that some own none, or one owns all. A table with a `share` may use that much RAM; `tiers` then has its portion of the module's
-    budgets by expected rows.
+    that some own none, or one owns all; None: found from the buckets. `lifecycle`: that of the `options`. A table with a `share`
+    may use that much RAM; `tiers` then has its portion of the module's budgets by expected rows.
     """
 
+    options: TableOptionFields
     name: str
     module: str
     dim: int
     tiers: TierBudgets
     initializer: Initializer
     seed: int
-    policy: CachePolicy
-    on_full: OnFull
-    lifecycle: LifecycleConfig
-    on_evict: OnEvict | None
     total_num_buckets: int
-    buckets: tuple[int, int]
-    is_sharded: bool
+    buckets: tuple[int, int] | None
     rank: int
     world_size: int
     device: torch.device
     key: int | None
+    is_sharded: bool | None = None
     share: ModuleShare | None = None
+    lifecycle: LifecycleConfig = dataclasses.field(init=False)
 
-    @classmethod
-    def checked(
-        cls,
-        options: TableOptionFields,
-        *,
-        name: str,
-        dim: int,
-        tiers: TierBudgets,
-        initializer: Initializer,
-        seed: int,
-        module: str | None,
-        total_num_buckets: int,
-        buckets: tuple[int, int] | None,
-        rank: int,
-        world_size: int,
-        device: torch.device | str,
-        key: int | None,
-    ) -> Self:
+    def __post_init__(self) -> None:
         """Validates the settings of `CacheTable`. Raises `ConfigError` for a value that is out of range or of another type."""
-        lifecycle = LifecycleConfig.checked(
-            admission=options.admission,
-            not_admitted=options.not_admitted,
-            score_half_life_steps=options.score_half_life_steps,
-            eviction=options.eviction,
-            missing=options.missing,
+        given = self.options
+        lifecycle = LifecycleConfig(
+            admission=given.admission,
+            not_admitted=given.not_admitted,
+            score_half_life_steps=given.score_half_life_steps,
+            eviction=given.eviction,
+            missing=given.missing,
         )
-        name = check_name("name", name)
-        module = check_name("module", module if module is not None else name)
-        dim = check_int("embedding_dim", dim, 1, 65_536)
-        seed = check_int("seed", seed, 0, (1 << 64) - 1)
-        world_size = check_int("world_size", world_size, 1, 1 << 20)
-        rank = check_int("rank", rank, 0, world_size - 1)
-        total_num_buckets = check_int("total_num_buckets", total_num_buckets, 1, MAX_NUM_BUCKETS)
-        begin, end = buckets if buckets is not None else bucket_range(rank, world_size, total_num_buckets)
-        if not 0 <= begin <= end <= total_num_buckets:
-            raise ConfigError(f"buckets={buckets!r} is no range of the {total_num_buckets} buckets: give (begin, end)")
-        if not isinstance(tiers, TierBudgets):
-            raise ConfigError(f"tiers={tiers!r} is not TierBudgets: give TierBudgets(host_bytes=...)")
-        if not isinstance(initializer, Initializer):
-            raise ConfigError(f"initializer={initializer!r} is not known: use one of torchrec_embcache.initializers")
-        check_choice("policy", options.policy, CachePolicy)
-        check_choice("on_full", options.on_full, OnFull)
-        return cls(
-            name=name,
-            module=module,
-            dim=dim,
-            tiers=tiers,
-            initializer=initializer,
-            seed=seed,
-            device=_checked_device(device),
-            policy=options.policy,
-            on_full=options.on_full,
-            lifecycle=lifecycle,
-            on_evict=check_on_evict("", options.on_evict),
-            total_num_buckets=total_num_buckets,
-            buckets=(begin, end),
-            is_sharded=world_size > 1 and (buckets is None or (begin, end) != (0, total_num_buckets)),
-            rank=rank,
-            world_size=world_size,
-            key=key,
+        check_name("name", self.name)
+        check_name("module", self.module)
+        checked: dict[str, Any] = {"lifecycle": lifecycle, "device": _checked_device(self.device)}
+        checked["dim"] = check_int("embedding_dim", self.dim, 1, 65_536)
+        checked["seed"] = check_int("seed", self.seed, 0, (1 << 64) - 1)
+        checked["world_size"] = ranks = check_int("world_size", self.world_size, 1, 1 << 20)
+        checked["rank"] = rank = check_int("rank", self.rank, 0, ranks - 1)
+        checked["total_num_buckets"] = total = check_int(
+            "total_num_buckets", self.total_num_buckets, 1, MAX_NUM_BUCKETS
         )
+        begin, end = self.buckets if self.buckets is not None else bucket_range(rank, ranks, total)
+        if not 0 <= begin <= end <= total:
+            raise ConfigError(f"buckets={self.buckets!r} is no range of the {total} buckets: give (begin, end)")
+        if self.is_sharded is None:
+            checked["is_sharded"] = ranks > 1 and (self.buckets is None or (begin, end) != (0, total))
+        if not isinstance(self.tiers, TierBudgets):
+            raise ConfigError(f"tiers={self.tiers!r} is not TierBudgets: give TierBudgets(host_bytes=...)")
+        if not isinstance(self.initializer, Initializer):
+            raise ConfigError(
+                f"initializer={self.initializer!r} is not known: use one of torchrec_embcache.initializers"
+            )
+        check_choice("policy", given.policy, CachePolicy)
+        check_choice("on_full", given.on_full, OnFull)
+        check_on_evict("", given.on_evict)
+        for name, value in {**checked, "buckets": (begin, end)}.items():
+            object.__setattr__(self, name, value)
 
     @property
     def is_admission_at_placement(self) -> bool:
         """True if the rows of a batch are decided when it gets its slots, so that results depend on when batches are placed."""
-        return self.lifecycle.admission is not None or self.lifecycle.eviction is not None or self.on_full == "evict"
+        return (
+            self.lifecycle.admission is not None
+            or self.lifecycle.eviction is not None
+            or self.options.on_full == "evict"
+        )
 
     def host_budget(self) -> dict[str, Any]:
         """Returns the RAM budget in native form."""
@@ -245,7 +223,7 @@ def row_bytes(dim: int, kind: OptimizerKind, policy: CachePolicy) -> _native.Row
 def device_rows(settings: TableSettings, spec: OptimizerSpec) -> int | None:
     """Returns the number of rows in the device tier; None without one. Raises `ConfigError` if a budget is too small for a row."""
     tiers = settings.tiers
-    bytes_of_row = row_bytes(settings.dim, spec.kind, settings.policy)
+    bytes_of_row = row_bytes(settings.dim, spec.kind, settings.options.policy)
     for field, budget, row in (
         ("host_bytes", tiers.host, bytes_of_row.host),
         ("device_bytes", tiers.device, bytes_of_row.device),

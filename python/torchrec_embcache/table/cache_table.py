@@ -71,9 +71,9 @@ from .rows import (
     RowMetadata,
     ValuesLike,
     ids_array,
+    import_columns,
     row_ids,
     row_parts,
-    row_vectors,
 )
 
 __all__ = [
@@ -179,19 +179,19 @@ class CacheTable(CloseOnExitMixin):
         key: int | None = None,
         **options: Unpack[TableOptions],
     ) -> None:
-        settings = TableSettings.checked(
-            TableOptionFields(**options),
+        settings = TableSettings(
+            options=TableOptionFields(**options),
             name=name,
+            module=name if module is None else module,
             dim=dim,
             tiers=tiers,
             initializer=initializer,
             seed=seed,
-            module=module,
             total_num_buckets=total_num_buckets,
             buckets=buckets,
             rank=rank,
             world_size=world_size,
-            device=device,
+            device=device,  # type: ignore[arg-type]  # the settings convert it
             key=key,
         )
         self._set_up(settings, optimizer)
@@ -204,10 +204,11 @@ class CacheTable(CloseOnExitMixin):
         self._optimizer = check_optimizer(optimizer)
         self._device_rows = device_rows(settings, self._spec)
         self._settings = settings = settings.with_device_index()
-        self._evict_notifier = EvictionNotifier(settings.name, settings.dim, settings.on_evict)
+        self._evict_notifier = EvictionNotifier(settings.name, settings.dim, settings.options.on_evict)
         # A load may replace these three with those of the checkpoint. A resume rejects files with others.
         self._key = settings.key
         self._total_num_buckets = settings.total_num_buckets
+        assert settings.buckets is not None, "the settings find them"
         self._buckets = settings.buckets
         # Identifies these contents, as opposed to those before a load; and the step that a load found.
         self._contents_id = secrets.token_hex(8)
@@ -283,7 +284,7 @@ class CacheTable(CloseOnExitMixin):
     @property
     def policy(self) -> CachePolicy:
         """The replacement policy of a full tier."""
-        return self._settings.policy
+        return self._settings.options.policy
 
     @property
     def eviction(self) -> EvictionPolicy | None:
@@ -293,7 +294,7 @@ class CacheTable(CloseOnExitMixin):
     @property
     def on_full(self) -> OnFull:
         """Behavior when the last tier is full: "error" or "evict"."""
-        return self._settings.on_full
+        return self._settings.options.on_full
 
     @property
     def device(self) -> torch.device:
@@ -330,7 +331,7 @@ class CacheTable(CloseOnExitMixin):
     @property
     def _is_sharded(self) -> bool:
         """True if the table is sharded over ranks."""
-        return self._settings.is_sharded
+        return bool(self._settings.is_sharded)
 
     @property
     def _spec(self) -> OptimizerSpec:
@@ -638,12 +639,8 @@ class CacheTable(CloseOnExitMixin):
             return
         self._check_usable()
         array = row_ids(ids, self.device)
-        if not isinstance(metadata, RowMetadata | None):
-            raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
-        vectors, scalars = row_vectors(self._spec, self.dim, len(array), weights, slots)
-        self._native_table.import_rows(
-            array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None
-        )
+        columns = import_columns(self._spec, self.dim, len(array), weights, slots, metadata)
+        self._native_table.import_rows(array, *columns)
 
     def remove_rows(self, ids: IdsLike) -> int:
         """Removes the rows of `ids` [n]. Returns the number of rows removed.

@@ -28,6 +28,7 @@ __all__ = [
     "RowExport",
     "RowMetadata",
     "ValuesLike",
+    "as_array",
     "check_dense",
     "check_float32",
     "check_not_recording",
@@ -35,9 +36,9 @@ __all__ = [
     "contiguous",
     "float32_array",
     "ids_array",
+    "import_columns",
     "row_ids",
     "row_parts",
-    "row_vectors",
 ]
 
 #: Maximum number of clicks of one occurrence.
@@ -133,7 +134,7 @@ def row_ids(ids: object, device: torch.device) -> NDArray[np.int64]:
     """
     if isinstance(ids, Tensor):
         return ids_array(ids, "ids", device)
-    array = _as_array("ids", ids)
+    array = as_array("ids", ids)
     if array.size == 0 and not isinstance(ids, np.ndarray):
         return np.empty(0, np.int64)  # numpy converts an empty list to floats
     if array.dtype.kind not in "iu":
@@ -162,7 +163,7 @@ def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[
         # numpy lacks some of torch's floating dtypes.
         array = tensor.float().numpy() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor.numpy()
     else:
-        array = _as_array(field, value)
+        array = as_array(field, value)
     if array.size == 0 and 0 in shape and not isinstance(value, Tensor | np.ndarray):
         array = array.reshape(shape)
     if array.dtype.kind not in "fiu" or array.shape != shape:
@@ -177,13 +178,20 @@ def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[
     return narrow
 
 
-def row_vectors(
-    spec: OptimizerSpec, dim: int, count: int, weights: ValuesLike, slots: Mapping[str, ValuesLike] | None
-) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Returns the vector parts [n, V] and the scalar slots [n] of n = `count` rows, in native form.
+def import_columns(
+    spec: OptimizerSpec,
+    dim: int,
+    count: int,
+    weights: ValuesLike,
+    slots: Mapping[str, ValuesLike] | None,
+    metadata: RowMetadata | None,
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None, _native.RowMetadata | None]:
+    """Returns the vector parts [n, V], the scalar slots [n] and the metadata of n = `count` rows to import, in native form.
 
     Omitted slots are zeros.
     """
+    if not isinstance(metadata, RowMetadata | None):
+        raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
     if not isinstance(slots, Mapping | None):
         raise InputError(
             f"slots is a {type(slots).__name__}: give tensors by name, or arrays or lists, or leave it out"
@@ -200,10 +208,11 @@ def row_vectors(
             vectors[:, begin : begin + dim] = float32_array(name, slots[name], (count, dim))
         else:
             scalars = float32_array(name, slots[name], (count,))
-    return vectors, scalars
+    return vectors, scalars, metadata.native(count) if metadata is not None else None
 
 
-def _as_array(field: str, value: object) -> NDArray[Any]:
+def as_array(field: str, value: object) -> NDArray[Any]:
+    """Returns numbers as an array. Raises `InputError`, which names `field`, for other values."""
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, OverflowError) as cause:
