@@ -8,9 +8,9 @@ from torchrec_embcache import _native
 from torchrec_embcache._dist.ranks import Ranks
 from torchrec_embcache._paths import CheckpointDirectory
 from torchrec_embcache.model._names import display_name
-from torchrec_embcache.model._shards import numeric_hyperparameters
 from torchrec_embcache.table.cache_table import CacheTable
 
+from ._part import table_to_save
 from ._plan import SavePlan
 from ._progress import ProgressOption, ProgressTracker
 from ._save import RankPart, SaveSession
@@ -123,18 +123,7 @@ class AsyncSaveSession:
 
     def _take_snapshot(self) -> None:
         plan, session = self._plan, self._session
-        tables = [
-            (
-                table,
-                _native.AsyncSaveTable(
-                    module_path,
-                    table._native_table,
-                    numeric_hyperparameters(owner.hyperparameters(table.name)),
-                    plan.table_base(module_path, table),
-                ),
-            )
-            for module_path, owner, table in plan.shards
-        ]
+        tables = [(shard[2], table_to_save(shard, plan.table_base(shard[0], shard[2]))) for shard in plan.shards]
         self._snapshots = TableSnapshots(
             plan.directory, session.name, session.ranks, tables, plan.epoch, self._rate, counters=plan.counters
         )

@@ -61,7 +61,8 @@ class AsyncSaveRunner:
         thread can be started (the OS cannot start one, or the interpreter is shutting down, in an `atexit` function), the work is
         done before this call returns.
         """
-        save, future = self._save, _running_future(Future[T]())
+        save, future = self._save, Future[T]()
+        future.set_running_or_notify_cancel()
 
         def run() -> None:
             if not save.try_claim():
@@ -95,11 +96,6 @@ class AsyncSaveRunner:
             # No thread can be started, and other ranks wait for this rank's part.
             run()
         return future
-
-
-def _running_future(future: Future[T]) -> Future[T]:
-    future.set_running_or_notify_cancel()
-    return future
 
 
 # The default process group for which `_group` was created.

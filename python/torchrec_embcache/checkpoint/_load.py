@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from torchrec_embcache import _native
+from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache._dist.collective import is_distributed
 from torchrec_embcache._dist.ranks import Ranks
 from torchrec_embcache._hyperparameters import (
@@ -19,7 +20,7 @@ from torchrec_embcache._hyperparameters import (
 )
 from torchrec_embcache._paths import CheckpointDirectory
 from torchrec_embcache._saves_in_flight import wait_for_saves_to
-from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, PathError, StateError
+from torchrec_embcache.exceptions import EmbCacheError, MismatchError, PathError, StateError
 from torchrec_embcache.model._names import TablePath, check_names, check_rows, display_name, load_sources
 from torchrec_embcache.model._shards import ModuleShard
 from torchrec_embcache.optimizers import check_saved_optimizer
@@ -176,7 +177,7 @@ def _raise_if_removed(directory: CheckpointDirectory, name: str, error: EmbCache
         ) from error
 
 
-class LoadSession:
+class LoadSession(CloseOnExitMixin):
     """Loads a checkpoint, the latest or a named one, into tables on every rank.
 
     As a context manager it prevents saves from removing the checkpoint. Order of calls: `open`, `check`, `load`. Nothing is changed
@@ -200,12 +201,6 @@ class LoadSession:
         # For each table of this rank, an upper bound of its row count; exact without deltas.
         self._rows: dict[TablePath, int] = {}
         self._opened: _native.CheckpointReader | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes the checkpoint and allows saves to remove it. Idempotent."""
@@ -372,18 +367,12 @@ class LoadSession:
         return _LoadCounts(rows, 0)
 
     def _check_loaded(self, rows: Mapping[TablePath, int]) -> None:
-        """Raises `CorruptionError` unless the number of rows read matches the checkpoint, over all ranks or for this rank."""
-        if self._ranks.has_all_ranks:
-            saved, sources = self._saved, self._sources
-            counts = {pair: (count, saved[sources[pair]].rows) for pair, count in rows.items()}
-            check_rows(counts, self.reader.name, self.directory.path)
-            return
-        for (module, table), count in rows.items():
-            if count != (expected := self._rows[module, table]):
-                raise CorruptionError(
-                    f"the checkpoint {self.reader.name} in {self.directory} is damaged: table {table!r} of module "
-                    f"{module!r} should have {expected} rows here and has {count}"
-                )
+        """Raises `CorruptionError` unless the tables have the rows that the checkpoint has for these ranks."""
+        whole, saved, sources = self._ranks.has_all_ranks, self._saved, self._sources
+        counts = {
+            pair: (count, saved[sources[pair]].rows if whole else self._rows[pair]) for pair, count in rows.items()
+        }
+        check_rows(counts, self.reader.name, self.directory.path)
 
     def _report(self, rows: Mapping[TablePath, int], dropped: Mapping[TablePath, int]) -> LoadReport:
         missing = sorted(self._names - set(self._sources)) if self._requested is None else ()

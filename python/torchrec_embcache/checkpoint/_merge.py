@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Self
 
 from torchrec_embcache import _native
+from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache._dist.ranks import Ranks
 from torchrec_embcache._paths import CheckpointDirectory, PathChecks, open_to_load, open_to_save
 from torchrec_embcache._saves_in_flight import wait_for_saves_to
@@ -22,7 +22,7 @@ __all__ = ["CheckpointMerge"]
 _log = logging.getLogger(__name__)
 
 
-class CheckpointMerge:
+class CheckpointMerge(CloseOnExitMixin):
     """The latest checkpoint of a directory with its base checkpoints, to be rewritten as a full one.
 
     As a context manager it prevents saves from removing the merged checkpoints. Order of calls: `open`, `save`.
@@ -33,10 +33,8 @@ class CheckpointMerge:
         self.chain: _native.ChainCompaction | None = None
         """The chain to merge; None if the latest checkpoint is already a full one."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Allows the removal of the checkpoints of the chain."""
         release([self.chain])
 
     def open(self, path: str, checks: PathChecks, *, counters: bool = True) -> None:

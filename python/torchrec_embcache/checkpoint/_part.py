@@ -5,16 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from torchrec_embcache import _native
 from torchrec_embcache._paths import CheckpointDirectory
 from torchrec_embcache.model._shards import ModuleShard, numeric_hyperparameters
 
 from ._begun import AbandonOnError
 
-__all__ = ["PartSession", "next_epoch_of"]
+__all__ = ["PartSession", "next_epoch_of", "table_to_save"]
 
 
 def next_epoch_of(shards: Iterable[ModuleShard]) -> int:
@@ -22,11 +19,11 @@ def next_epoch_of(shards: Iterable[ModuleShard]) -> int:
     return max((table._native_table.epoch() for _, _, table in shards), default=0) + 1
 
 
-def _table_to_save(shard: ModuleShard) -> _native.AsyncSaveTable:
+def table_to_save(shard: ModuleShard, base: _native.BaseCheckpoint | None = None) -> _native.AsyncSaveTable:
+    """Returns the native form of a table to save, as a delta if it has a `base`."""
     module_path, owner, table = shard
-    return _native.AsyncSaveTable(
-        module_path, table._native_table, numeric_hyperparameters(owner.hyperparameters(table.name))
-    )
+    numbers = numeric_hyperparameters(owner.hyperparameters(table.name))
+    return _native.AsyncSaveTable(module_path, table._native_table, numbers, base)
 
 
 class PartSession(AbandonOnError[_native.CheckpointPart]):
@@ -34,7 +31,7 @@ class PartSession(AbandonOnError[_native.CheckpointPart]):
     exists.
 
     As a context manager it abandons the part after an error or an interrupt. Order of calls: `begin`, then `write_tables` (or
-    `snapshot_tables` and `write_snapshot`), `append` and `end_dense_extent`, then `finish`.
+    `snapshot_tables` and `native.write_snapshot`), `native.append` and `native.end_dense_extent`, then `native.finish`.
     """
 
     def begin(self, directory: CheckpointDirectory, *, expected_bytes: int = 0) -> None:
@@ -42,7 +39,8 @@ class PartSession(AbandonOnError[_native.CheckpointPart]):
         self._native = _native.CheckpointPart(directory, secrets.randbits(64), expected_bytes)
 
     @property
-    def _part(self) -> _native.CheckpointPart:
+    def native(self) -> _native.CheckpointPart:
+        """The part that has begun."""
         assert self._native is not None, "begin() comes before, and it was not abandoned"
         return self._native
 
@@ -50,7 +48,7 @@ class PartSession(AbandonOnError[_native.CheckpointPart]):
         """Writes the current rows. Rows that are trained afterwards have the epoch `next_epoch`."""
         shards = list(shards)
         for module_path, owner, table in shards:
-            self._part.write_table(
+            self.native.write_table(
                 module_path, table._native_table, numeric_hyperparameters(owner.hyperparameters(table.name))
             )
         for _, _, table in shards:
@@ -58,20 +56,4 @@ class PartSession(AbandonOnError[_native.CheckpointPart]):
 
     def snapshot_tables(self, shards: Iterable[ModuleShard], next_epoch: int) -> None:
         """Takes a snapshot of the rows for `write_snapshot`. Rows that are trained afterwards have the epoch `next_epoch`."""
-        self._part.snapshot_tables([_table_to_save(shard) for shard in shards], next_epoch)
-
-    def write_snapshot(self) -> None:
-        """Writes the rows of the snapshot while training continues."""
-        self._part.write_snapshot()
-
-    def append(self, data: NDArray[np.uint8]) -> None:
-        """Appends bytes to the current dense extent."""
-        self._part.append(data)
-
-    def end_dense_extent(self) -> _native.StreamRange:
-        """Ends the current dense extent. Returns its range in this rank's stream."""
-        return self._part.end_dense_extent()
-
-    def finish(self) -> _native.WrittenPart:
-        """Makes all files durable. Returns the part for the coordinator to adopt."""
-        return self._part.finish()
+        self.native.snapshot_tables([table_to_save(shard) for shard in shards], next_epoch)

@@ -17,9 +17,10 @@ from torchrec_embcache.model._shards import ModuleShard, numeric_hyperparameters
 from torchrec_embcache.table.cache_table import CacheTable
 
 from ._progress import ProgressTracker
+from ._save import RankPart
 from .reports import SaveReport
 
-__all__ = ["FullEvery", "SavePlan", "WriteTotals", "check_full_every", "plan_save", "write_tables"]
+__all__ = ["FullEvery", "SavePlan", "check_full_every", "plan_save", "write_tables"]
 
 _log = logging.getLogger("torchrec_embcache.checkpoint.saver")
 # The expected reason of the first save to a directory, for which no user action is needed.
@@ -284,28 +285,11 @@ def _counts_differ(shards: list[ModuleShard], ranks: Ranks, newest: _NewestInfo,
     return f"{newest.id.name} has counts {of}, and this save leaves them out (counters=False)"
 
 
-@dataclass
-class WriteTotals:
-    """Totals of one rank's writes."""
-
-    rows: int = 0
-    tombstones: int = 0
-    linked_bytes: int = 0
-    copied_bytes: int = 0
-
-    def add(self, table: _native.TableWriteStats) -> None:
-        """Adds the totals of one table."""
-        self.rows += table.rows
-        self.tombstones += table.tombstones
-        self.linked_bytes += table.linked_bytes
-        self.copied_bytes += table.copied_bytes
-
-
 def write_tables(
     plan: SavePlan, writer: _native.CheckpointWriter, tracker: ProgressTracker, *, linked: bool
-) -> WriteTotals:
+) -> RankPart:
     """Writes the tables of this rank. `linked`: tables with an SSD tier are written as links to their segments."""
-    totals = WriteTotals()
+    totals = dict.fromkeys(("rows", "tombstones", "linked_bytes", "copied_bytes"), 0)
     for module_path, owner, table in plan.shards:
         numbers = numeric_hyperparameters(owner.hyperparameters(table.name))
         tracker.table(display_name((module_path, table.name)))
@@ -316,5 +300,5 @@ def write_tables(
         else:
             written = writer.write_table(module_path, table._native_table, numbers)
         tracker.advance(written.rows)
-        totals.add(written)
-    return totals
+        totals = {name: count + getattr(written, name) for name, count in totals.items()}
+    return RankPart(writer.finish(), **totals)

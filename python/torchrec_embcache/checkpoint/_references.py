@@ -4,11 +4,12 @@ The file `REFERENCED_BY` in a checkpoint's directory names the file that refers 
 """
 
 import os
-import re
 
 from torchrec_embcache import _native
 from torchrec_embcache._fs import DirectoryHandle
 from torchrec_embcache._paths import open_to_save
+
+from ._intact import CHECKPOINT_NAME
 
 __all__ = ["add_reference", "remove_references"]
 
@@ -45,7 +46,7 @@ def remove_references(
 
 def _references(folder: DirectoryHandle) -> dict[str, str]:
     """Returns the files that refer to checkpoints in `folder` by checkpoint name, oldest first."""
-    names = [name for name in folder.list_names() if re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", name)]
+    names = [name for name in folder.list_names() if CHECKPOINT_NAME.fullmatch(name)]
     found = {}
     for name in sorted(names, key=lambda name: int(name.split("-")[0])):
         with folder.open_subdirectory(name) as saved:

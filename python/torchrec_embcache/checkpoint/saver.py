@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
 
 import torch.distributed as dist
 from torch import nn
@@ -151,9 +150,7 @@ class Saver:
 
         def write() -> RankPart:
             with ProgressTracker(progress, "save", plan.rows, show_bar=ranks.rank == 0) as tracker:
-                writer = session.writer(counters=counters)
-                totals = write_tables(plan, writer, tracker, linked=linked)
-                return RankPart(writer.finish(), **asdict(totals))
+                return write_tables(plan, session.writer(counters=counters), tracker, linked=linked)
 
         with SaveSession(directory, ranks, keep=keep, parent=plan.parent, linked=linked) as session:
             session.begin()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torchrec_embcache._paths import (
     path_exists,
 )
 from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.checkpoint._intact import CHECKPOINT_NAME
 from torchrec_embcache.checkpoint._load import open_newest
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
 
@@ -31,7 +31,6 @@ from .rules import count_step_times, table_sweeps
 from .tiers import EXTRA_STATE, find_shards, inspect_tiers
 
 __all__ = [
-    "CHECKPOINT_NAME",
     "OpenCheckpoint",
     "checkpoints_grid",
     "compact",
@@ -47,8 +46,6 @@ _COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_bu
 #: Column titles of a table's state other than rows.
 _EXTRA_STATE = {**EXTRA_STATE, "missing_read": "ids without a row read", "precision": "precision"}
 _WINDOW_BYTES = 8 << 20
-#: The name of a checkpoint's directory.
-CHECKPOINT_NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,9 @@ class OpenCheckpoint:
             directory = open_to_load(CheckedPath(os.path.dirname(directory.path)))
             rows = _native.CheckpointRows(directory, name)
         else:
-            directory, name, rows = open_newest(SingleRank(), lambda: _open_newest(directory), _native.CheckpointRows)
+            directory, name, rows = open_newest(
+                SingleRank(), lambda: (directory, _native.latest_checkpoint(directory)), _native.CheckpointRows
+            )
         return cls(directory, name, rows, json.loads(rows.manifest()))
 
     @property
@@ -114,10 +113,6 @@ class OpenCheckpoint:
     def is_for_serving(self) -> bool:
         """True for a serving checkpoint, whose rows have no slots."""
         return bool(self.manifest["kind"] == "serving")
-
-
-def _open_newest(directory: CheckpointDirectory) -> tuple[CheckpointDirectory, str]:
-    return directory, _native.latest_checkpoint(directory)
 
 
 def list_checkpoints(directory: CheckpointDirectory) -> Iterator[dict[str, Any]]:

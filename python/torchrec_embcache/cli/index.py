@@ -4,8 +4,8 @@ import os
 
 from torchrec_embcache import _native
 from torchrec_embcache._paths import CheckedPath, open_to_load, open_to_save
+from torchrec_embcache.checkpoint._intact import CHECKPOINT_NAME
 
-from .checkpoints import CHECKPOINT_NAME
 from .report import CommandReport
 
 __all__ = ["build_index"]

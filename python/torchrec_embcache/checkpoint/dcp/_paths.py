@@ -2,10 +2,10 @@
 
 import os
 
-from torchrec_embcache._paths import CheckedPath, CheckpointDirectory, check_path, open_to_load, open_to_save
+from torchrec_embcache._paths import CheckedPath, CheckpointDirectory, check_path
 from torchrec_embcache.exceptions import PathError
 
-__all__ = ["CheckpointPathMixin", "has_checkpoint", "open_rank_to_load", "open_rank_to_save"]
+__all__ = ["CheckpointPathMixin", "rank_path"]
 
 
 class CheckpointPathMixin:
@@ -44,20 +44,6 @@ class CheckpointPathMixin:
         return True
 
 
-def _rank_path(directory: CheckpointDirectory, rank: int) -> CheckedPath:
+def rank_path(directory: CheckpointDirectory, rank: int) -> CheckedPath:
+    """Returns the checkpoint directory of a rank that saves on its own."""
     return CheckedPath(os.path.join(directory.path, f"rank-{rank}"))
-
-
-def open_rank_to_save(directory: CheckpointDirectory, rank: int) -> CheckpointDirectory:
-    """Opens the checkpoint directory of a rank that saves on its own; creates it if missing."""
-    return open_to_save(_rank_path(directory, rank))
-
-
-def open_rank_to_load(directory: CheckpointDirectory, rank: int) -> CheckpointDirectory:
-    """Opens the checkpoint directory of a rank that saved on its own."""
-    return open_to_load(_rank_path(directory, rank))
-
-
-def has_checkpoint(directory: CheckpointDirectory) -> bool:
-    """True if a checkpoint was ever published in the directory. Raises `StorageError` if that cannot be determined."""
-    return directory.contains("LATEST")

@@ -115,8 +115,8 @@ class TableWriter:
         def write() -> PartResult:
             try:
                 with part:
-                    part.write_snapshot()
-                    return PartResult(part.finish(), epoch)
+                    part.native.write_snapshot()
+                    return PartResult(part.native.finish(), epoch)
             finally:
                 release()
 

@@ -27,7 +27,7 @@ from torchrec_embcache.model import suppress_state_dict_warnings
 from torchrec_embcache.model._shards import shards_of
 
 from ._metadata import DenseExtent, from_json
-from ._paths import CheckpointPathMixin, open_rank_to_load
+from ._paths import CheckpointPathMixin, rank_path
 
 __all__ = ["EmbCacheStorageReader"]
 
@@ -97,7 +97,7 @@ class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
         rank = kwargs.get("rank")
         directory = open_to_load(self.path)
         if rank is not None:
-            directory = open_rank_to_load(directory, rank)
+            directory = open_to_load(rank_path(directory, rank))
         with contextlib.ExitStack() as undo:
             session = undo.enter_context(LoadSession(SingleRank(), slots=self.slots))
             session.open(directory)

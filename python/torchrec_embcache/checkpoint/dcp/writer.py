@@ -30,7 +30,7 @@ from torchrec_embcache.exceptions import StateError, UnsupportedError
 from torchrec_embcache.model import suppress_state_dict_warnings
 
 from ._metadata import DenseExtent, to_json
-from ._paths import CheckpointPathMixin, has_checkpoint, open_rank_to_save
+from ._paths import CheckpointPathMixin, rank_path
 from ._tables import PartResult, StagedTables, TableWriter
 from ._threads import check_async_save_group
 
@@ -61,7 +61,7 @@ class _SaveState:
     @functools.cached_property
     def directory(self) -> CheckpointDirectory:
         """The checkpoint directory: the one at `path`, or this rank's own below it if each rank saves on its own."""
-        return self.root if self.use_collectives else open_rank_to_save(self.root, self.rank)
+        return self.root if self.use_collectives else open_to_save(rank_path(self.root, self.rank))
 
 
 class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWriter):
@@ -175,12 +175,12 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
                 raise UnsupportedError(
                     "use_collectives=False saves each rank alone, and tables are whole over all: leave model out"
                 )
-            if has_checkpoint(save.root):
+            if save.root.contains("LATEST"):
                 raise StateError(
                     f"{self.path!r} holds a checkpoint of all ranks, which a load would find first: "
                     "give use_collectives=False a path of its own"
                 )
-        if not self.overwrite and has_checkpoint(save.directory):
+        if not self.overwrite and save.directory.contains("LATEST"):
             raise StateError(f"Checkpoint already exists in {save.directory} and overwrite=False: give another path")
         _native.remove_stale_parts(save.directory)
 
@@ -198,7 +198,7 @@ class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWri
             part.begin(save.directory, expected_bytes=sum(_tensor_bytes(item) for item in plan.items))
             results = [_write_item(part, item, planner) for item in plan.items]
             epoch = self._tables.write(part) if save.staged is None else None
-            parts = [PartResult(part.finish(), epoch)]
+            parts = [PartResult(part.native.finish(), epoch)]
             if save.staged is not None:
                 parts.append(save.staged.result())
         results += [WriteResult(MetadataIndex(each.part.name), 0, each) for each in parts]
@@ -254,15 +254,15 @@ def _write_item(part: PartSession, item: WriteItem, planner: SavePlanner) -> Wri
     data = planner.resolve_data(item)
     extent = DenseExtent(0, 0, "bytes")
     if isinstance(data, io.BytesIO):
-        part.append(np.frombuffer(data.getbuffer(), np.uint8))
+        part.native.append(np.frombuffer(data.getbuffer(), np.uint8))
     elif is_raw(data):
         extent = DenseExtent(0, 0, "raw", data.dtype, tuple(data.shape))
         for window in byte_windows(data.detach()):
-            part.append(window)
+            part.native.append(window)
     else:
         extent = DenseExtent(0, 0, "saved")
-        part.append(np.frombuffer(serialize_tensor(data.detach()), np.uint8))
-    stored = part.end_dense_extent()
+        part.native.append(np.frombuffer(serialize_tensor(data.detach()), np.uint8))
+    stored = part.native.end_dense_extent()
     return WriteResult(item.index, stored.bytes, dataclasses.replace(extent, offset=stored.offset, bytes=stored.bytes))
 
 

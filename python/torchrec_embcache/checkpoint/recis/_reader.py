@@ -1,19 +1,19 @@
 """Reads the latest RecIS-format save of a directory as row columns and tensors. The native extension reads and verifies it."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
+from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache._paths import CheckpointDirectory
 
 from ._schema import NUMPY_TYPES, RecisColumn
 
-__all__ = ["RecisCheckpoint", "RecisRunReader", "RecisTableReader", "RecisTensorReader"]
+__all__ = ["RecisCheckpoint", "RecisTableReader", "RecisTensorReader"]
 
 
 class RecisTensorReader:
@@ -31,47 +31,35 @@ class RecisTensorReader:
         return into
 
 
-@dataclass(frozen=True)
-class RecisRunReader:
-    """A contiguous run of rows of one shard, sorted by (bucket, `uint64(id)`)."""
-
-    table: "RecisTableReader"
-    run: _native.RecisRun
-
-    def submit(self, slots: list[str], executor: Executor) -> dict[str, Future[NDArray[Any]]]:
-        """Starts to read the given slots."""
-        return {slot: executor.submit(self._column, slot) for slot in slots}
-
-    def _column(self, slot: str) -> NDArray[Any]:
-        column = self.table.slots[slot]
-        values = np.empty((self.run.rows, *column.shape), NUMPY_TYPES[column.dtype])
-        self.table.reader.read_rows(self.table.name, self.run, slot, values.reshape(-1).view(np.uint8))
-        return values
-
-
 class RecisTableReader:
     """A table of the save. `slots`: its slots, with the type and shape of one row."""
 
     def __init__(self, reader: _native.RecisReader, entry: _native.RecisTableInfo) -> None:
-        self.reader = reader
-        self.name, self.dim, self.key, self.step, self.epoch = (
-            entry.name,
-            entry.dim,
-            entry.key,
-            entry.step,
-            entry.epoch,
-        )
+        self._reader = reader
+        self.name, self.dim, self.key = entry.name, entry.dim, entry.key
+        self.step, self.epoch = entry.step, entry.epoch
         self.slots = {shape.name: RecisColumn(shape.dtype, tuple(shape.shape)) for shape in entry.slots}
 
-    def runs(self, total_num_buckets: int, buckets: tuple[int, int]) -> Iterator[RecisRunReader]:
-        """Yields the runs that contain the rows whose buckets (of `total_num_buckets`) are in [begin, end). If the save has the
+    def runs(self, total_num_buckets: int, buckets: tuple[int, int]) -> Sequence[_native.RecisRun]:
+        """Returns the runs that contain the rows whose buckets (of `total_num_buckets`) are in [begin, end). If the save has the
         same number of buckets, the runs contain only these rows, otherwise all rows.
+
+        A run is contiguous rows of one shard, sorted by (bucket, `uint64(id)`).
         """
-        for run in self.reader.runs(self.name, total_num_buckets, *buckets):
-            yield RecisRunReader(self, run)
+        return self._reader.runs(self.name, total_num_buckets, *buckets)
+
+    def submit(self, run: _native.RecisRun, slots: list[str], executor: Executor) -> dict[str, Future[NDArray[Any]]]:
+        """Starts to read the given slots of a run."""
+        return {slot: executor.submit(self._column, run, slot) for slot in slots}
+
+    def _column(self, run: _native.RecisRun, slot: str) -> NDArray[Any]:
+        column = self.slots[slot]
+        values = np.empty((run.rows, *column.shape), NUMPY_TYPES[column.dtype])
+        self._reader.read_rows(self.name, run, slot, values.reshape(-1).view(np.uint8))
+        return values
 
 
-class RecisCheckpoint:
+class RecisCheckpoint(CloseOnExitMixin):
     """The latest complete save in a directory, with `tables` and `tensors` by name once it is open.
 
     As a context manager it prevents the removal of the save, from `open` to the end of the block.
@@ -81,12 +69,6 @@ class RecisCheckpoint:
         self._reader: _native.RecisReader | None = None
         self.tables: dict[str, RecisTableReader] = {}
         self.tensors: dict[str, RecisTensorReader] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def open(self, directory: CheckpointDirectory) -> None:
         """Opens the latest save of `directory`.

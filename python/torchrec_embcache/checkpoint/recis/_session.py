@@ -6,9 +6,6 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from torchrec_embcache import _native
 from torchrec_embcache._dist.ranks import Ranks
 from torchrec_embcache._paths import CheckpointDirectory
@@ -52,27 +49,20 @@ class RecisSession(AbandonOnError[_native.RecisSave]):
             self._native = _native.RecisSave.join(self._directory, self._shard, self._shards, self._steps, name)
 
     @property
-    def _save(self) -> _native.RecisSave:
+    def native(self) -> _native.RecisSave:
+        """The save that has begun. Any thread can call `append` and `append_rows`; calls for one block must not overlap."""
         assert self._native is not None, "begin() comes before, and it was not given up"
         return self._native
 
     def open_files(self, parallel: int, blocks: Sequence[_native.RecisBlockSpec]) -> None:
         """Creates the data files of the shard's blocks, at most `parallel`; each file is written by its own thread."""
-        self._save.open_files(parallel, list(blocks))
-
-    def append(self, block: int, data: NDArray[np.uint8]) -> None:
-        """Appends bytes to the block with that index. Callable from any thread; calls for one block must not overlap."""
-        self._save.append(block, data)
-
-    def append_rows(self, block: int, rows: NDArray[np.uint8], order: NDArray[np.int64]) -> None:
-        """Appends rows [n, row bytes] to the block, in the given order."""
-        self._save.append_rows(block, rows, order)
+        self.native.open_files(parallel, list(blocks))
 
     def publish(self, tables: Sequence[_native.RecisWrittenTable]) -> bool:
         """Makes the blocks durable and writes the shard's manifest. Returns True if this was the last shard, which publishes the
         save.
         """
-        saved = self._save.publish(list(tables))
+        saved = self.native.publish(list(tables))
         self._native = None
         for what in saved.cleanup_errors:
             _log.info("an older RecIS-format save in %s could not be removed: %s", self._directory, what)

@@ -56,13 +56,13 @@ class _ShardWriter:
         tensor = block.source
         assert isinstance(tensor, Tensor)
         for window in byte_windows(tensor.detach()):
-            self._session.append(number, window)
+            self._session.native.append(number, window)
 
     def _append(self, number: int, column: NDArray[Any], order: NDArray[np.int64]) -> None:
         if column.ndim == 1:
-            self._session.append(number, np.take(column, order).view(np.uint8))
+            self._session.native.append(number, np.take(column, order).view(np.uint8))
         else:
-            self._session.append_rows(number, column.view(np.uint8), order)
+            self._session.native.append_rows(number, column.view(np.uint8), order)
 
     def _write_table(self, name: str) -> _native.RecisWrittenTable:
         blocks = [(number, block) for number, block in self._blocks if block.name == name and not block.dense]

@@ -303,7 +303,7 @@ class _TableLoad:
             return self._import({slot: future.result() for slot, future in waiting.popleft().items()})
 
         for run in source.runs(table.total_num_buckets, table.buckets):
-            waiting.append(run.submit(wanted, pool))
+            waiting.append(source.submit(run, wanted, pool))
             if len(waiting) > 2:
                 count += import_next()
         while waiting:

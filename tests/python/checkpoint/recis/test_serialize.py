@@ -235,17 +235,17 @@ def test_a_shard_reads_only_what_it_owns(path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_writer, "RUN_BYTES", 900)
     read = 0
 
-    plain = _reader.RecisRunReader._column
+    plain = _reader.RecisTableReader._column
 
-    def counted(run: _reader.RecisRunReader, slot: str) -> Any:
+    def counted(table: _reader.RecisTableReader, run: Any, slot: str) -> Any:
         nonlocal read
-        column = plain(run, slot)
+        column = plain(table, run, slot)
         read += column.nbytes
         return column
 
     bag = trained()
     Saver(path=str(path), hashtables={"item": bag}).save()
-    monkeypatch.setattr(_reader.RecisRunReader, "_column", counted)
+    monkeypatch.setattr(_reader.RecisTableReader, "_column", counted)
     Loader(str(path), hashtables={"item": rank_shard(0, 1)}).load()
     whole, read = read, 0
     Loader(str(path), hashtables={"item": rank_shard(1, 4)}).load()

@@ -20,7 +20,6 @@ from torchrec_embcache import EmbCacheEmbeddingBag, EmbCacheError, TierBudgets, 
 from torchrec_embcache._paths import PathChecks, open_to_save, path_exists
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.checkpoint.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.checkpoint.dcp._paths import has_checkpoint
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, PathError, StorageError, StoragePermissionError
 from torchrec_embcache.monitoring import JsonlLogger
@@ -384,7 +383,6 @@ def test_a_path_that_cannot_be_looked_at_is_an_error_and_not_absent(tmp_path: Pa
     tmp_path.chmod(0o750)
     directory = open_to_save(tmp_path)
     assert not directory.contains("nothing")
-    assert not has_checkpoint(directory)
     assert directory.contains("round")
     with pytest.raises(StorageError, match="cannot look at"):
         directory.contains("x" * 300)
