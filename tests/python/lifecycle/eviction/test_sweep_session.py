@@ -41,14 +41,15 @@ class Table:
     sweeps: int = field(default=0, init=False)
 
     buckets = (0, 1)
+    _needs_collective_sweep = False
     total_num_buckets = 2
 
     @property
-    def settings(self) -> Any:
+    def _settings(self) -> Any:
         return SimpleNamespace(lifecycle=LifecycleConfig(eviction=self.policy))
 
     @property
-    def native(self) -> Any:
+    def _native_table(self) -> Any:
         return SimpleNamespace(
             is_read_only=lambda: self.no_new_rows,
             check_writable=self.check_writable,
