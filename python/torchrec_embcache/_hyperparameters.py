@@ -39,11 +39,8 @@ def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> Hyperparamete
     def check_number(field: str, value: Any, below: float = math.inf, *, zero: bool = True) -> float:
         if type(value) is float and 0 < value < below:  # fast path of nearly all values, checked in every step
             return value
-        try:
-            result = float(value)
-        except (TypeError, ValueError):
-            result = math.nan
-        if isinstance(value, str | bool) or not 0 <= result < below or not (zero or result):
+        result = _number(value)
+        if not 0 <= result < below or not (zero or result):
             least = "of 0 or more" if zero else "above 0"
             bound = f"a finite number {least}" if below == math.inf else "a number from 0 to below 1"
             raise ConfigError(f"{owner}.{field}={value!r} is out of range: give {bound}")
@@ -83,12 +80,17 @@ def check_max_gradient(owner: str, group: Mapping[str, Any]) -> float | None:
     limit = group.get("max_gradient")
     if limit is None:
         return None
-    try:
-        number = float(limit)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(limit, str | bool) or not 0 < number < math.inf:
+    number = _number(limit)
+    if not 0 < number < math.inf:
         raise ConfigError(
             f"{owner}.max_gradient={limit!r} is out of range: give a finite number above 0, or None to clamp nothing"
         )
     return number
+
+
+def _number(value: Any) -> float:
+    """Returns `value` as a float, NaN if it is no number."""
+    try:
+        return math.nan if isinstance(value, str | bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan

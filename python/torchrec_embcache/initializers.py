@@ -38,6 +38,8 @@ class Initializer(ABC):
                     f"{type(self).__name__}.{field.name}={value!r} is not a finite float32: give a number"
                 )
             object.__setattr__(self, field.name, number)
+            if field.name == "std" and number < 0:
+                raise ConfigError(f"{type(self).__name__}.std={number!r} is negative: give 0 or more")
 
     @abstractmethod
     def native(self) -> _native.RowInitializer:
@@ -109,10 +111,6 @@ class Normal(Initializer):
         """Returns the native form."""
         return _native.RowInitializer.normal(self.mean, self.std)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_std(self, self.std)
-
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initializer):
@@ -135,10 +133,6 @@ class TruncatedNormal(Initializer):
         """Returns the native form."""
         return _native.RowInitializer.truncated_normal(self.mean, self.std)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_std(self, self.std)
-
 
 @dataclass(frozen=True)
 class Linear(Initializer):
@@ -158,8 +152,3 @@ class Linear(Initializer):
     def native(self) -> _native.RowInitializer:
         """Returns the native form."""
         return _native.RowInitializer.linear(self.low, self.high)
-
-
-def _check_std(initializer: Initializer, std: float) -> None:
-    if std < 0:
-        raise ConfigError(f"{type(initializer).__name__}.std={std!r} is negative: give 0 or more")

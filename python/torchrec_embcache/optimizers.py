@@ -156,7 +156,18 @@ class RowWiseAdagrad(OptimizerSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam(OptimizerSpec):
+class _MomentsOptimizer(OptimizerSpec):
+    """An optimizer with moving averages of the gradient and of its square."""
+
+    slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    vector_slots: ClassVar[int] = 2
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(_MomentsOptimizer):
     """Adam with L2 weight decay, which is added to the gradient. Its slots are `exp_avg` and `exp_avg_sq`, [N, D] each.
 
     The bias correction uses the table's step. As with `torch.optim.SparseAdam`, rows outside the batch are not updated, and their
@@ -169,15 +180,10 @@ class Adam(OptimizerSpec):
     """
 
     kind: ClassVar[OptimizerKind] = "adam"
-    slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    vector_slots: ClassVar[int] = 2
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(OptimizerSpec):
+class AdamW(_MomentsOptimizer):
     """Adam with decoupled weight decay, `w -= lr * weight_decay * w`. Its slots and hyperparameters are those of `Adam`.
 
     Examples:
@@ -187,16 +193,11 @@ class AdamW(OptimizerSpec):
     """
 
     kind: ClassVar[OptimizerKind] = "adamw"
-    slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    vector_slots: ClassVar[int] = 2
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     weight_decay: float = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialRowWiseAdam(OptimizerSpec):
+class PartialRowWiseAdam(_MomentsOptimizer):
     """`AdamW` with one second moment per row: it stores D + 1 floats per row instead of Adam's 2 D.
 
     The formula is that of FBGEMM's `PARTIAL_ROWWISE_ADAM`, at the table's step t:
@@ -220,11 +221,7 @@ class PartialRowWiseAdam(OptimizerSpec):
     """
 
     kind: ClassVar[OptimizerKind] = "partial_rowwise_adam"
-    slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     vector_slots: ClassVar[int] = 1
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +274,7 @@ class FTRL(OptimizerSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LAMB(OptimizerSpec):
+class LAMB(_MomentsOptimizer):
     """LAMB by row: a step has the direction of `AdamW`'s, and the length lr times the norm of the row's weights.
 
     LAMB is by You et al., "Large batch optimization for deep learning", ICLR 2020.
@@ -309,11 +306,6 @@ class LAMB(OptimizerSpec):
     """
 
     kind: ClassVar[OptimizerKind] = "lamb"
-    slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    vector_slots: ClassVar[int] = 2
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
 
 
 #: All optimizers by kind.

@@ -29,7 +29,7 @@ from .convert.layouts import LAYOUTS
 from .convert.serving import PRECISIONS, check_serving_settings, convert_to_serving
 from .index import build_index
 from .plot import add_plot
-from .report import EXIT_FAILED, CommandReport
+from .report import EXIT_FAILED, AddCommand, CommandReport
 from .top.command import DEFAULT_URL, top
 from .why import why
 
@@ -58,11 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-# Adds a command with a name, a description, and its implementation.
-_AddCommand = Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser]
-
-
-def _add_rewrite_commands(command: _AddCommand, checkpoint: str) -> None:
+def _add_rewrite_commands(command: AddCommand, checkpoint: str) -> None:
     """Adds the commands that rewrite the rows of a checkpoint."""
     no_counters = "leave out the counts of ids that wait for rows, as for a checkpoint that only serves"
     made = command(
@@ -85,7 +81,7 @@ def _add_rewrite_commands(command: _AddCommand, checkpoint: str) -> None:
     made.add_argument("--no-counters", action="store_true", help=no_counters)
 
 
-def _add_index(command: _AddCommand, checkpoint: str) -> None:
+def _add_index(command: AddCommand, checkpoint: str) -> None:
     """Adds the command that prepares a checkpoint for serving."""
     made = command(
         "index",
@@ -96,7 +92,7 @@ def _add_index(command: _AddCommand, checkpoint: str) -> None:
     made.add_argument("--at", metavar="N", help="the number or the name of a checkpoint; by default the newest")
 
 
-def _add_top(command: _AddCommand) -> None:
+def _add_top(command: AddCommand) -> None:
     """Adds the command that monitors running tables."""
     made = command(
         "top",
@@ -119,7 +115,7 @@ def _add_top(command: _AddCommand) -> None:
     )
 
 
-def _add_convert(command: _AddCommand) -> None:
+def _add_convert(command: AddCommand) -> None:
     made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)
     made.add_argument("source", help="a checkpoint, or a directory in another layout")
     made.add_argument("target", help="a directory; made when missing")

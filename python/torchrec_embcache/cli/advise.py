@@ -1,22 +1,19 @@
 """`embcache advise`: budgets for tables with measured or assumed traffic."""
 
 import argparse
-from collections.abc import Callable, Sequence
 
 from torchrec_embcache.config import bytes_text
 from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.sizing import BudgetAdvice, TableTraffic, advise, read_traffic
 
-from .report import CommandReport, ReportTable
+from .report import AddCommand, CommandReport, ReportTable
 
 __all__ = ["add_advise", "assumed_table"]
 
 _TABLE_KEYS = "name, rows, dim, ids, zipf and optimizer"
 
 
-def add_advise(
-    command: Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser],
-) -> None:
+def add_advise(command: AddCommand) -> None:
     """Adds the command to the parser."""
     made = command("advise", "divide budgets between tables and tiers, so that batches wait least for the SSD", _advise)
     made.add_argument("traffic", nargs="*", help="what write_traffic wrote: a file for each rank")
@@ -46,16 +43,13 @@ def _advise(args: argparse.Namespace) -> CommandReport:
     if args.table:
         title = "one rank" if args.ranks == 1 else f"each of {args.ranks} ranks"
         of_ranks = [(title, [assumed_table(text, args.ranks) for text in args.table])]
-    advices = [(title, _advise_rank(traffic, args)) for title, traffic in of_ranks]
+    budget = {"ram": args.ram, "ssd": args.ssd, "device": args.device, "batches_in_flight": args.batches_in_flight}
+    advices = [(title, advise(traffic, **budget)) for title, traffic in of_ranks]
     return CommandReport(
         {title: advice.as_dict() for title, advice in advices},
         [_advice_table(title, advice) for title, advice in advices],
         [sentence for _, advice in advices for sentence in advice.sentences()],
     )
-
-
-def _advise_rank(traffic: Sequence[TableTraffic], args: argparse.Namespace) -> BudgetAdvice:
-    return advise(traffic, ram=args.ram, ssd=args.ssd, device=args.device, batches_in_flight=args.batches_in_flight)
 
 
 def _advice_table(title: str, advice: BudgetAdvice) -> ReportTable:

@@ -1,22 +1,16 @@
 """`ls`, `copy` and `prune`: lists the checkpoints of a directory, copies them to another one, and removes all but the latest."""
 
-import argparse
-from collections.abc import Callable
-
 from torchrec_embcache import _native
 from torchrec_embcache._paths import open_to_load, open_to_save
 from torchrec_embcache.exceptions import ConfigError
 
 from .checkpoints import OpenCheckpoint, checkpoints_grid, list_checkpoints, open_other_directory
-from .report import CommandReport
+from .report import AddCommand, CommandReport
 
 __all__ = ["add_backup"]
 
 
-def add_backup(
-    command: Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser],
-    checkpoint: str,
-) -> None:
+def add_backup(command: AddCommand, checkpoint: str) -> None:
     """Adds the commands to the parser."""
     made = command("ls", "list the checkpoints of a directory", lambda a: ls(a.path))
     made.add_argument("path", help="a directory of checkpoints")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 from torchrec_embcache._paths import check_path
 from torchrec_embcache.exceptions import InputError
 
-from .report import CommandReport
+from .report import AddCommand, CommandReport
 
 __all__ = ["add_plot"]
 
@@ -18,9 +17,7 @@ _MAX_PANELS = 72
 _SUFFIXES = (".svg", ".png")
 
 
-def add_plot(
-    command: Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser],
-) -> None:
+def add_plot(command: AddCommand) -> None:
     """Adds the command to the parser."""
     made = command("plot", "draw miss ratio curves, or hit rates, bytes, reads and waits over time", _plot)
     made.add_argument(

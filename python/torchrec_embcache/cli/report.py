@@ -1,16 +1,17 @@
 """The result of a command: tables for users, JSON for programs."""
 
+import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from torchrec_embcache.exceptions import UnsupportedError
 
-__all__ = ["EXIT_FAILED", "EXIT_FOUND", "EXIT_OK", "CommandReport", "ReportTable", "date_of", "date_text"]
+__all__ = ["EXIT_FAILED", "EXIT_FOUND", "EXIT_OK", "AddCommand", "CommandReport", "ReportTable", "date_of", "date_text"]
 
 EXIT_OK = 0
 #: Exit status if corruption (`verify`) or differences (`diff`) were found.
@@ -85,3 +86,7 @@ class CommandReport:
             console.print(table)
         for line in self.lines:
             console.print(escape(line), soft_wrap=True)
+
+
+#: Adds a command with a name, a description, and its implementation.
+AddCommand = Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser]

@@ -32,7 +32,7 @@ from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import UnsupportedError
 from torchrec_embcache.modules._features import copy_features
 
-__all__ = ["SHARDING_TYPES", "pooled_sharding", "sequence_sharding", "split_clicks_and_weights"]
+__all__ = ["SHARDING_TYPES", "choose_sharding", "split_clicks_and_weights"]
 
 SHARDING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value)
 
@@ -224,17 +224,8 @@ class TableWiseSequenceSharding(_TableWise, TwSequenceEmbeddingSharding):
     """A table is on one rank. Rows are returned by an all-to-all."""
 
 
-def pooled_sharding(sharding_type: str) -> type[Any]:
-    """Returns the class that shards bags by `sharding_type`. Raises `UnsupportedError` for unsupported types."""
-    return _choose_sharding(sharding_type, RowWisePooledSharding, TableWisePooledSharding)
-
-
-def sequence_sharding(sharding_type: str) -> type[Any]:
-    """Returns the class that shards sequences by `sharding_type`. Raises `UnsupportedError` for unsupported types."""
-    return _choose_sharding(sharding_type, RowWiseSequenceSharding, TableWiseSequenceSharding)
-
-
-def _choose_sharding(sharding_type: str, row_wise: type[Any], table_wise: type[Any]) -> type[Any]:
+def choose_sharding(sharding_type: str, row_wise: type[Any], table_wise: type[Any]) -> type[Any]:
+    """Returns the class for `sharding_type`. Raises `UnsupportedError` for unsupported types."""
     if sharding_type not in SHARDING_TYPES:
         raise UnsupportedError(
             f"sharding_type={sharding_type!r} is not supported yet: use {' or '.join(map(repr, SHARDING_TYPES))}"

@@ -16,7 +16,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 
 from ._module import ShardedCacheModule
-from ._sharding import pooled_sharding, sequence_sharding
+from ._sharding import (
+    RowWisePooledSharding,
+    RowWiseSequenceSharding,
+    TableWisePooledSharding,
+    TableWiseSequenceSharding,
+    choose_sharding,
+)
 
 __all__ = ["EmbCacheShardedEmbeddingBagCollection", "EmbCacheShardedEmbeddingCollection"]
 
@@ -81,7 +87,8 @@ class EmbCacheShardedEmbeddingBagCollection(ShardedCacheModule, ShardedEmbedding
     ) -> Any:
         """Returns this package's sharding instead of TorchRec's."""
         del permute_embeddings  # only column-wise sharding needs it
-        sharding = pooled_sharding(sharding_infos[0].param_sharding.sharding_type)
+        kind = sharding_infos[0].param_sharding.sharding_type
+        sharding = choose_sharding(kind, RowWisePooledSharding, TableWisePooledSharding)
         return sharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
 
     def _shardings(self) -> list[Any]:
@@ -137,9 +144,8 @@ class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCol
         qcomm_codecs_registry: dict[str, Any] | None = None,
     ) -> Any:
         """Returns this package's sharding instead of TorchRec's."""
-        return sequence_sharding(sharding_type)(
-            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
-        )
+        sharding = choose_sharding(sharding_type, RowWiseSequenceSharding, TableWiseSequenceSharding)
+        return sharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
 
     def _shardings(self) -> list[Any]:
         return list(self._sharding_type_to_sharding.values())

@@ -84,10 +84,12 @@ def translate_policy(policy: object, table_prefix: str) -> TranslatedPolicy:
     if isinstance(policy, FeatureScoreBasedEvictionPolicy) and not policy.enable_eviction:
         return TranslatedPolicy(None, scores_decay=True)
     owner = f"{table_prefix}virtual_table_eviction_policy={name}"
+    fields = _PolicyFields(policy, owner)
     try:
-        rule = rule_of(_PolicyFields(policy, owner))
+        rule = rule_of(fields)
     except ConfigError as error:
         raise ConfigError(f"{owner}(...) means {error}") from None
+    fields.check_unused()
     return TranslatedPolicy(
         eviction=None if rule is None else Policy([rule]),
         scores_decay=not isinstance(policy, CountBasedEvictionPolicy | CountTimestampMixedEvictionPolicy),
@@ -99,6 +101,7 @@ class _PolicyFields:
 
     def __init__(self, policy: Any, owner: str) -> None:
         self._owner = owner
+        self._read: dict[str, Any] = {}
         self._values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
         self._defaults = {
             field.name: field.default if field.default is not dataclasses.MISSING else None
@@ -107,18 +110,19 @@ class _PolicyFields:
 
     def read(self, name: str) -> Any:
         """Returns the value of a supported field."""
-        return self._values.pop(name)
+        self._read[name] = self._values.pop(name)
+        return self._read[name]
 
     def unsupported_error(self, name: str, value: object, reason: str) -> UnsupportedError:
         """Returns the error of an unsupported field."""
         return UnsupportedError(f"{self._owner}({name}={value!r}) is not supported: {reason}")
 
-    def check_unused(self, read_fields: dict[str, Any]) -> None:
-        """Rejects the fields that were not read, unless they have no effect. `read_fields` has the values of those that were."""
+    def check_unused(self) -> None:
+        """Rejects the fields that were not read, unless they have no effect."""
         for name, value in self._values.items():
-            if name in _INFERENCE_FIELDS and _INFERENCE_FIELDS[name] in read_fields:
+            if name in _INFERENCE_FIELDS and _INFERENCE_FIELDS[name] in self._read:
                 # None: TorchRec did not fill it in.
-                if value is not None and value != read_fields[_INFERENCE_FIELDS[name]]:
+                if value is not None and value != self._read[_INFERENCE_FIELDS[name]]:
                     raise self.unsupported_error(name, value, _AT_INFERENCE)
             elif name == "inference_eviction_feature_score_threshold":
                 if value:
@@ -129,7 +133,6 @@ class _PolicyFields:
 
 def _count_rule(fields: _PolicyFields) -> Rule | None:
     threshold = _threshold(fields)
-    fields.check_unused({"eviction_threshold": threshold})
     return Score(below=threshold) if threshold else None
 
 
@@ -143,13 +146,11 @@ def _threshold(fields: _PolicyFields) -> Any:
 
 def _timestamp_rule(fields: _PolicyFields) -> Rule | None:
     minutes = fields.read("eviction_ttl_mins")
-    fields.check_unused({"eviction_ttl_mins": minutes})
     return Ttl(seconds=minutes * 60) if minutes else None
 
 
 def _mixed_rule(fields: _PolicyFields) -> Rule | None:
     minutes, threshold = fields.read("eviction_ttl_mins"), _threshold(fields)
-    fields.check_unused({"eviction_ttl_mins": minutes, "eviction_threshold": threshold})
     if minutes and threshold:
         return All([Ttl(seconds=minutes * 60), Score(below=threshold)])
     if minutes or threshold:
@@ -162,7 +163,6 @@ def _mixed_rule(fields: _PolicyFields) -> Rule | None:
 
 def _norm_rule(fields: _PolicyFields) -> Rule | None:
     threshold = fields.read("eviction_threshold")
-    fields.check_unused({"eviction_threshold": threshold})
     return L2Norm(below=threshold) if threshold else None
 
 
@@ -174,13 +174,7 @@ def _feature_score_rule(fields: _PolicyFields) -> Rule | None:
         raise fields.unsupported_error(
             "eviction_ttl_mins", minutes, f"it asks for feature scores, and {_FEATURE_SCORES}"
         )
-    fields.check_unused({"eviction_ttl_mins": minutes})
     return Ttl(seconds=minutes * 60)
-
-
-def _no_rule(fields: _PolicyFields) -> Rule | None:
-    fields.check_unused({})
-    return None
 
 
 # By exact class: a derived class may have another meaning.
@@ -190,5 +184,5 @@ _RULES: dict[type[Any], Callable[[_PolicyFields], Rule | None]] = {
     CountTimestampMixedEvictionPolicy: _mixed_rule,
     FeatureL2NormBasedEvictionPolicy: _norm_rule,
     FeatureScoreBasedEvictionPolicy: _feature_score_rule,
-    NoEvictionPolicy: _no_rule,
+    NoEvictionPolicy: lambda _fields: None,
 }

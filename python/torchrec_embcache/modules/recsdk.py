@@ -18,7 +18,7 @@ from enum import Enum
 
 from torchrec_embcache.admission import Admission, Count, NotAdmitted, ShowClick
 from torchrec_embcache.config import check_int
-from torchrec_embcache.eviction import Policy, Share, Ttl
+from torchrec_embcache.eviction import Policy, Rule, Share, Ttl
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 
 __all__ = ["AdmitAndEvictConfig", "AdmitAndEvictPolicyType", "ShowClickParams", "TranslatedConfig"]
@@ -149,14 +149,12 @@ class AdmitAndEvictConfig:
 
     def translate(self) -> TranslatedConfig:
         """Returns the equivalent table settings. Raises `UnsupportedError`, which names a field without an equivalent."""
-        by_type = {
-            AdmitAndEvictPolicyType.NONE: (None, None),
-            AdmitAndEvictPolicyType.POLICY_COUNT: (self._count_rule, self._ttl_rule),
-            AdmitAndEvictPolicyType.POLICY_SHOWCLICK: (self._show_click_rule, self._fraction_rule),
-        }
-        admits, evicts = by_type[self.policy_type]
-        admission = admits() if admits is not None else None
-        rule = evicts() if evicts is not None else None
+        admission: Admission | None = None
+        rule: Rule | None = None
+        if self.policy_type == AdmitAndEvictPolicyType.POLICY_COUNT:
+            admission, rule = self._count_rule(), self._ttl_rule()
+        elif self.policy_type == AdmitAndEvictPolicyType.POLICY_SHOWCLICK:
+            admission, rule = self._show_click_rule(), self._fraction_rule()
         value = self.not_admitted_default_value
         return TranslatedConfig(
             admission=admission,

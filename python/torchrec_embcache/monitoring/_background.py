@@ -9,10 +9,11 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from typing import Protocol, Self
+from typing import Protocol
 
 from torch import nn
 
+from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache.exceptions import ConfigError
 
 from ._sampling import Sample, Sampler
@@ -44,7 +45,7 @@ class FailureLogger:
         self._is_logged = False
 
 
-class SampleMonitor(ABC):
+class SampleMonitor(CloseOnExitMixin, ABC):
     """Samples a model and writes each sample. It keeps neither the model nor its tables alive."""
 
     def __init__(self, model: nn.Module, interval_s: float | None) -> None:
@@ -100,12 +101,6 @@ class SampleMonitor(ABC):
         if self._thread is not None and self._pid == os.getpid() and self._thread is not threading.current_thread():
             self._thread.join(_MAX_WAIT_S)
             self._thread = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
 
 def _run_periodically(monitor: weakref.ref[SampleMonitor], stop_event: threading.Event, interval_s: float) -> None:

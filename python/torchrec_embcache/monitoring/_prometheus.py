@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache.exceptions import StorageError, UnsupportedError
 from torchrec_embcache.serving.tables import Tables
 
@@ -27,7 +28,7 @@ __all__ = ["LABELS", "PrometheusExporter"]
 LABELS = ("module", "table", "rank")
 
 
-class PrometheusExporter:
+class PrometheusExporter(CloseOnExitMixin):
     """Serves the counters of a model's tables to Prometheus over HTTP, on its own thread.
 
     The tables are sampled only when Prometheus scrapes `/metrics`. `docs/metrics.md` lists the metrics. Each has the labels
@@ -104,12 +105,6 @@ class PrometheusExporter:
 
     def __repr__(self) -> str:
         return f"PrometheusExporter({self.url})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
 
 class _TableCollector:

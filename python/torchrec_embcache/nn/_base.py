@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchrec_embcache._closing import CloseOnExitMixin
 from torchrec_embcache._dist.ranks import all_ranks
 from torchrec_embcache._lookup.group import LookupGroup
+from torchrec_embcache._lookup.prefetch import IdBatch
 from torchrec_embcache._ssd.autoflush import FlushSchedule
 from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, CachePolicy, TierBudgets, check_int
 from torchrec_embcache.exceptions import ConfigError, EmbCacheWarning, InputError, UnsupportedError
@@ -38,7 +39,7 @@ from torchrec_embcache.table.cache_table import (
 from torchrec_embcache.table.miss_ratio_curve import MissRatioCurve
 from torchrec_embcache.table.rows import clicks_array
 
-__all__ = ["ModuleOptions", "TableModule", "single_feature_splits"]
+__all__ = ["ModuleOptions", "TableModule"]
 
 I64 = NDArray[np.int64]
 
@@ -198,15 +199,22 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
         self._flush_schedule.flush_if_due()
         return True
 
-    def _clicks(self, clicks: Tensor | None, count: int) -> NDArray[np.uint32] | None:
-        """Returns the clicks of `count` ids [count]. Raises `InputError` if admission counts no clicks, and as `clicks_array`."""
-        if clicks is None:
-            return None
-        if not self.table._settings.lifecycle.counts_clicks:
-            raise InputError(
-                f"clicks of table {self.table.name!r}, which counts none: leave them out, or give it admission=ShowClick(...)"
-            )
-        return clicks_array(clicks, "clicks", count)
+    def _id_batch(self, ids: I64, clicks: Tensor | None) -> tuple[IdBatch, NDArray[np.bool_] | None]:
+        """Returns the ids [n] of one feature without padding, and a mask of them in `ids` [N], which is None without a padding id.
+
+        Raises `InputError` if there are `clicks` and admission counts none, and as `clicks_array`.
+        """
+        counted = None
+        if clicks is not None:
+            if not self.table._settings.lifecycle.counts_clicks:
+                raise InputError(
+                    f"clicks of table {self.table.name!r}, which counts none: leave them out, or give it admission=ShowClick(...)"
+                )
+            counted = clicks_array(clicks, "clicks", len(ids))
+        present = None if self.padding_idx is None else ids != self.padding_idx
+        if present is not None:
+            ids, counted = ids[present], None if counted is None else counted[present]
+        return IdBatch(ids, np.array([0, len(ids)], np.int64), counted), present
 
     @property
     def _trains(self) -> bool:
@@ -284,11 +292,6 @@ class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
     def extra_repr(self) -> str:
         """Returns the text of `print(module)`: settings, rows, budgets and the optimizer's learning rate."""
         return self.table.describe(self.hyperparameters(self.table.name))
-
-
-def single_feature_splits(ids: I64) -> I64:
-    """Returns the bounds of the ids of a single feature: int64 [2]."""
-    return np.array([0, len(ids)], np.int64)
 
 
 def _width_of(kind: type[TableModule], weights: ValuesLike | None) -> int:

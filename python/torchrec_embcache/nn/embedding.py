@@ -5,19 +5,16 @@ Shapes: N ids, n rows, D the embedding's width.
 
 from typing import Self, Unpack, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_embcache._lookup.prefetch import IdBatch
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.optimizers import OptimizerSpec
 from torchrec_embcache.table._settings import list_options
 from torchrec_embcache.table.cache_table import IdsLike, ValuesLike
 from torchrec_embcache.table.rows import ids_array
 
-from ._base import ModuleOptions, TableModule, single_feature_splits
+from ._base import ModuleOptions, TableModule
 from ._fx import trace_as_call
 
 __all__ = ["EmbCacheEmbedding"]
@@ -127,7 +124,7 @@ class EmbCacheEmbedding(TableModule):
         traced = trace_as_call(self, input, clicks)
         if traced is not None:
             return cast(Tensor, traced)
-        batch, present = self._batch(input, clicks)
+        batch, present = self._id_batch(ids_array(input, "input", self.table.device), clicks)
         out = self._group.sequence(
             batch.ids, batch.splits, train=self._begin_forward(), anchor=self.weight, clicks=batch.clicks
         )
@@ -153,15 +150,5 @@ class EmbCacheEmbedding(TableModule):
             >>> for batch in batches:
             ...     item(batch).sum().backward()
         """
-        batch, _ = self._batch(input, clicks)
+        batch, _ = self._id_batch(ids_array(input, "input", self.table.device), clicks)
         return self._group.prefetch(batch, train=self._trains)
-
-    def _batch(self, input: Tensor, clicks: Tensor | None) -> tuple[IdBatch, NDArray[np.bool_] | None]:
-        """Returns the ids [n] without padding, and a mask of them in the flat input [N], which is None without a padding id."""
-        ids = ids_array(input, "input", self.table.device)
-        counted = self._clicks(clicks, len(ids))
-        if self.padding_idx is None:
-            return IdBatch(ids, single_feature_splits(ids), counted), None
-        present = ids != self.padding_idx
-        ids = ids[present]
-        return IdBatch(ids, single_feature_splits(ids), None if counted is None else counted[present]), present

@@ -19,7 +19,7 @@ from torchrec_embcache.table._settings import list_options
 from torchrec_embcache.table.cache_table import IdsLike, ValuesLike
 from torchrec_embcache.table.rows import check_float32, ids_array
 
-from ._base import ModuleOptions, TableModule, single_feature_splits
+from ._base import ModuleOptions, TableModule
 from ._fx import trace_as_call
 
 __all__ = ["EmbCacheEmbeddingBag"]
@@ -202,10 +202,7 @@ class EmbCacheEmbeddingBag(TableModule):
         bounds = bag_offsets(
             input, ids, offsets, include_last_offset=self.include_last_offset, device=self.table.device
         )
-        counted = self._clicks(clicks, len(ids))
-        if self.padding_idx is None:
-            return IdBatch(ids, single_feature_splits(ids), counted), bounds, None
-        present = ids != self.padding_idx
-        ids = ids[present]
-        batch = IdBatch(ids, single_feature_splits(ids), None if counted is None else counted[present])
-        return batch, np.concatenate([[0], np.cumsum(present)])[bounds], present
+        batch, present = self._id_batch(ids, clicks)
+        if present is not None:
+            bounds = np.concatenate([[0], np.cumsum(present)])[bounds]
+        return batch, bounds, present

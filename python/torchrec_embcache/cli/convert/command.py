@@ -157,12 +157,14 @@ def _table_spec(table: StoredTable, settings: ConvertSettings) -> tuple[dict[str
         )
     present = tuple(slot for slot in table.slots if slot not in settings.skip)
     names = _UNNAMED.get(present, present)
+    of_a_row = {name for name, slot in zip(names, present, strict=True) if table.slots[slot] == 0}
     described = table.description
-    kind = settings.optimizer or described.get("optimizer", {}).get("name") or _guess_optimizer(table, present, names)
+    kind = (
+        settings.optimizer or described.get("optimizer", {}).get("name") or _guess_optimizer(table.dim, names, of_a_row)
+    )
     if kind not in BY_KIND:
         raise InputError(f"optimizer {kind!r} is not known: use one of {sorted(BY_KIND)}")
     wanted = BY_KIND[kind]
-    of_a_row = {name for name, slot in zip(names, present, strict=True) if table.slots[slot] == 0}
     if set(names) != set(wanted.slot_names) or (
         table.dim > 1 and of_a_row != set(wanted.slot_names[wanted.vector_slots :])
     ):
@@ -205,16 +207,15 @@ def _oov_row(described: Mapping[str, Any], optimizer: type[OptimizerSpec], dim: 
     return given[: 8 * dim].ljust(8 * floats, "0")
 
 
-def _guess_optimizer(table: StoredTable, present: tuple[str, ...], names: tuple[str, ...]) -> str:
-    """Guesses the optimizer from the slots; Adam if several optimizers have these slots."""
+def _guess_optimizer(dim: int, names: tuple[str, ...], of_a_row: set[str]) -> str:
+    """Guesses the optimizer from the slots, of which some are one value per row; Adam if several optimizers have these slots."""
     if not names:
         return "sgd"
-    of_a_row = {name for name, slot in zip(names, present, strict=True) if table.slots[slot] == 0}
     if names == ("sum",):
         return "rowwise_adagrad" if of_a_row else "adagrad"
     if set(names) == {"z", "n"}:
         return "ftrl"
-    return "partial_rowwise_adam" if of_a_row == {"exp_avg_sq"} and table.dim > 1 else "adam"
+    return "partial_rowwise_adam" if of_a_row == {"exp_avg_sq"} and dim > 1 else "adam"
 
 
 class _ImportChunks:

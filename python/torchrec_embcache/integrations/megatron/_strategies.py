@@ -41,18 +41,6 @@ STRATEGY = ("torchrec_embcache", 1)
 READABLE_BACKENDS = {STRATEGY[0], "torch_dist", "torch"}
 
 
-def _check_backend(loaded: str) -> None:
-    if loaded not in READABLE_BACKENDS:
-        raise UnsupportedError(
-            f"the checkpoint was written by {loaded!r}: this strategy reads {sorted(READABLE_BACKENDS)}"
-        )
-
-
-def _check_version(loaded: int) -> None:
-    if loaded != STRATEGY[1]:
-        raise UnsupportedError(f"the checkpoint is of version {loaded}: this strategy reads version {STRATEGY[1]}")
-
-
 class _ShardedObjectsMixin:
     """A strategy that handles `ShardedObject`s too, as reported by a property of Megatron's interface."""
 
@@ -60,6 +48,24 @@ class _ShardedObjectsMixin:
     def can_handle_sharded_objects(self) -> bool:
         """True."""
         return True
+
+
+class _LoadChecksMixin(_ShardedObjectsMixin):
+    """Checks the checkpoint's strategy, for a strategy that loads."""
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raises `UnsupportedError` for checkpoints of a backend other than this one and Megatron's."""
+        if loaded_backend not in READABLE_BACKENDS:
+            raise UnsupportedError(
+                f"the checkpoint was written by {loaded_backend!r}: this strategy reads {sorted(READABLE_BACKENDS)}"
+            )
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raises `UnsupportedError` for other versions."""
+        if loaded_version != STRATEGY[1]:
+            raise UnsupportedError(
+                f"the checkpoint is of version {loaded_version}: this strategy reads version {STRATEGY[1]}"
+            )
 
 
 class SaveShardedStrategy(_ShardedObjectsMixin, TorchDistSaveShardedStrategy):
@@ -140,7 +146,7 @@ def _finish(writer: Any, metadata: Any, ranks: Any) -> None:
     all_ranks().run(publish)
 
 
-class LoadShardedStrategy(_ShardedObjectsMixin, TorchDistLoadShardedStrategy):
+class LoadShardedStrategy(_LoadChecksMixin, TorchDistLoadShardedStrategy):
     """Megatron's strategy for tensors and objects, extended by tables.
 
     Examples:
@@ -178,14 +184,6 @@ class LoadShardedStrategy(_ShardedObjectsMixin, TorchDistLoadShardedStrategy):
             message = f"nothing was removed from {checkpoint_dir}: it has no key that begins with {key_prefix!r}"
             warnings.warn(message, EmbCacheWarning, stacklevel=2)
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raises `UnsupportedError` for checkpoints of a backend other than this one and Megatron's."""
-        _check_backend(loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raises `UnsupportedError` for other versions."""
-        _check_version(loaded_version)
-
 
 class SaveCommonStrategy(_ShardedObjectsMixin, TorchCommonSaveStrategy):
     """Megatron's strategy for common state, extended by tables, for strategies that leave objects to it.
@@ -211,7 +209,7 @@ class SaveCommonStrategy(_ShardedObjectsMixin, TorchCommonSaveStrategy):
         save_tables(tables, checkpoint_dir)
 
 
-class LoadCommonStrategy(_ShardedObjectsMixin, TorchCommonLoadStrategy):
+class LoadCommonStrategy(_LoadChecksMixin, TorchCommonLoadStrategy):
     """Megatron's strategy for common state, extended by tables, for strategies that leave objects to it.
 
     Examples:
@@ -232,11 +230,3 @@ class LoadCommonStrategy(_ShardedObjectsMixin, TorchCommonLoadStrategy):
         """Returns the objects and tables of the checkpoint, without data."""
         found: StateDict = super().load_sharded_metadata(checkpoint_dir)
         return found | metadata_of(checkpoint_dir)
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raises `UnsupportedError` for checkpoints of a backend other than this one and Megatron's."""
-        _check_backend(loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raises `UnsupportedError` for other versions."""
-        _check_version(loaded_version)
