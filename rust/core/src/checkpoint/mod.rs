@@ -36,12 +36,12 @@
 //!    ranks have done so.
 //! 3. [`TableReader::read`] delivers the rows of the buckets that the rank owns, verified as they are read.
 //!
-//! From the bottom up: `directory` is a checked and held user's directory. `background_file` writes files. `manifest`
-//! has names, digests, manifests, and directory locks. `dense` and `rows` write and read the contents of a checkpoint.
-//! `recis` has RecIS-format saves. `commit` makes a checkpoint the latest one, and `retention` removes others. `ops`
-//! works on entire checkpoints. None imports from a later one.
+//! From the bottom up: `directory` is a checked and held user's directory. `manifest` has names, digests, manifests,
+//! and directory locks. `chunked_file` writes files in the background and verifies chunks. `dense` and `rows` write and
+//! read the contents of a checkpoint. `recis` has RecIS-format saves. `commit` makes a checkpoint the latest one, and
+//! `retention` removes others. `ops` works on entire checkpoints. None imports from a later one.
 
-mod background_file;
+mod chunked_file;
 mod commit;
 mod dense;
 mod directory;
@@ -75,8 +75,7 @@ pub use recis::layout::{RecisSaveName, RecisShard};
 pub use recis::load::{RecisBlockShape, RecisReader, RecisRun, RecisTableInfo};
 pub use recis::manifest::RecisTableShare;
 pub use recis::save::{
-    RecisBlockRange, RecisBlockSpec, RecisBlockWriter, RecisFileSpec, RecisJoinMode, RecisSave, RecisShardOutcome,
-    RecisShardWriter, RecisWrittenTable,
+    RecisBlockSpec, RecisJoinMode, RecisSave, RecisShardOutcome, RecisShardWriter, RecisWrittenTable,
 };
 pub use retention::{PruneReport, prune, remove_stale_parts};
 pub use rows::format;

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use embcache::Kind;
 use embcache::checkpoint::{
     AsyncSaveOptions, ChainCompaction, CheckpointChain, CheckpointDirectory, CheckpointPart, CheckpointSave,
-    LatestCheckpoint, RankSnapshot, RankWriter, RecisBlockWriter, RecisJoinMode, RecisSave, RecisShard, SaveOptions,
-    remove_stale_parts, reshard,
+    LatestCheckpoint, RankSnapshot, RankWriter, RecisJoinMode, RecisSave, RecisShard, SaveOptions, remove_stale_parts,
+    reshard,
 };
 use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{ConfinedEngine, IoEngine, IoOpenMode, PsyncEngine};
@@ -173,7 +173,6 @@ fn nothing_is_changed_in_a_directory_that_was_checked_for_a_load() {
             .map(drop)
             .unwrap_err(),
         RecisSave::begin(&directory, shard, &[], &RecisJoinMode::New, 2, &mut || Ok(())).map(drop).unwrap_err(),
-        RecisBlockWriter::new(&directory, &[], &[], 4096, 1).map(drop).unwrap_err(),
     ];
     for error in errors {
         assert_eq!(error.kind(), Kind::State, "{error}");

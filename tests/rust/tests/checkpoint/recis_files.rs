@@ -4,41 +4,44 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::Kind;
-use embcache::checkpoint::{CheckpointDirectory, RecisBlockRange, RecisBlockWriter, RecisFileSpec};
-use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file};
+use embcache::checkpoint::{RecisBlockSpec, RecisJoinMode, RecisSave, RecisShard, RecisShardWriter};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, read_file};
+use embcache::{Kind, Result};
+use embcache_tests::recis::{directory, memory, never};
+use safetensors::SafeTensors;
 
-const ROOT: &str = "/blocks";
-const PAGE: u64 = 4096;
+const PAGE: usize = 4096;
 const CHUNK: usize = 256 << 10;
-
-/// Two files, with tensors of several pieces, of one page, of a few bytes and of none.
-fn layout() -> (Vec<RecisFileSpec>, Vec<RecisBlockRange>) {
-    let lengths = [(0, 9_500_001_u64), (0, 4096), (1, 13), (1, 4_300_000), (1, 0)];
-    let mut ends = [PAGE; 2];
-    let places = lengths.map(|(file, bytes)| {
-        let start = ends[file];
-        ends[file] = (start + bytes).next_multiple_of(PAGE);
-        RecisBlockRange { file, start, bytes }
-    });
-    let file =
-        |n: usize| RecisFileSpec { name: n.to_string(), header: vec![n as u8 + 1; PAGE as usize], bytes: ends[n] };
-    (vec![file(0), file(1)], places.to_vec())
-}
+const SHARD: RecisShard = RecisShard { index: 0, count: 1 };
+/// Tensors of several pieces, of one page, of a few bytes and of none, in turn in each of two files.
+const LENGTHS: [usize; 5] = [9_500_001, 13, PAGE, 4_300_000, 0];
 
 fn byte(block: usize, at: usize) -> u8 {
     (block * 31 + at * 7 + at / 251) as u8
 }
 
-fn write(engine: impl IoEngine + 'static, threads: usize) -> embcache::Result<Vec<Vec<u32>>> {
-    let (files, places) = layout();
-    let writer = RecisBlockWriter::new(&in_engine(engine), &files, &places, CHUNK, threads)?;
-    let mut filled = vec![0_usize; places.len()];
-    // The tensors grow alternately, by lengths that are multiples of neither pages nor pieces.
-    while filled.iter().zip(&places).any(|(filled, place)| (*filled as u64) < place.bytes) {
-        for (block, place) in places.iter().enumerate() {
-            let count = (place.bytes as usize - filled[block]).min(700_001 + block);
-            let from = filled[block];
+fn begin(engine: impl IoEngine + 'static) -> Result<RecisSave> {
+    RecisSave::begin(&directory(engine), SHARD, &[], &RecisJoinMode::New, 1, &mut never)
+}
+
+fn open(save: &RecisSave, lengths: &[usize]) -> Result<RecisShardWriter> {
+    let spec = |(n, &bytes): (usize, &usize)| RecisBlockSpec {
+        name: n.to_string(),
+        slot: None,
+        dtype: "U8".into(),
+        shape: vec![bytes as u64],
+    };
+    RecisShardWriter::new(save, 2, lengths.iter().enumerate().map(spec).collect())
+}
+
+/// Writes tensors that grow alternately, by lengths that are multiples of neither pages nor pieces.
+fn write(engine: impl IoEngine + 'static, lengths: &[usize]) -> Result<String> {
+    let save = begin(engine)?;
+    let writer = open(&save, lengths)?;
+    let mut filled = vec![0; lengths.len()];
+    while filled != lengths {
+        for (block, &length) in lengths.iter().enumerate() {
+            let (from, count) = (filled[block], (length - filled[block]).min(700_001 + block));
             let copy = |at: usize, into: &mut [u8]| {
                 for (n, to) in into.iter_mut().enumerate() {
                     *to = byte(block, from + at + n);
@@ -48,43 +51,36 @@ fn write(engine: impl IoEngine + 'static, threads: usize) -> embcache::Result<Ve
             filled[block] += count;
         }
     }
-    writer.finish()
-}
-
-fn in_engine(engine: impl IoEngine + 'static) -> CheckpointDirectory {
-    CheckpointDirectory::with_engine(Arc::new(engine), Path::new(ROOT))
-}
-
-fn directory() -> MemoryEngine {
-    let engine = MemoryEngine::default();
-    engine.create_dir_all(Path::new(ROOT)).expect("made");
-    engine.sync_dir(Path::new("/")).expect("synced");
-    engine
+    writer.finish(&save, Vec::new(), &mut never)?;
+    Ok(save.name().to_string())
 }
 
 #[test]
 fn every_byte_is_in_its_place_and_under_a_checksum() {
-    for threads in [0, 1, 8] {
-        let engine = directory();
-        let checksums = write(engine.clone(), threads).expect("written");
-        engine.sync_dir(Path::new(ROOT)).expect("synced");
+    // All of them are written by threads, and the small ones by the caller.
+    for lengths in [LENGTHS, [0, 13, PAGE, 70_000, 1]] {
+        let engine = memory();
+        let name = write(engine.clone(), &lengths).expect("written");
         let engine = engine.crash();
-        let (files, places) = layout();
-        let found: Vec<Vec<u8>> = files
-            .iter()
-            .map(|file| read_file(&engine, &Path::new(ROOT).join(&file.name), 1 << 30).expect("read"))
-            .collect();
-        for (file, found) in files.iter().zip(&found) {
-            assert_eq!(found.len() as u64, file.bytes);
-            assert_eq!(found[..PAGE as usize], file.header);
-        }
-        for (block, place) in places.iter().enumerate() {
-            let end = (place.start + place.bytes).next_multiple_of(PAGE);
-            let data = &found[place.file][place.start as usize..end as usize];
-            let (written, zeros) = data.split_at(place.bytes as usize);
-            assert!(written.iter().enumerate().all(|(at, &found)| found == byte(block, at)), "block {block}");
-            assert!(zeros.iter().all(|&byte| byte == 0));
-            assert_eq!(checksums[block], data.chunks(CHUNK).map(crc32c::crc32c).collect::<Vec<u32>>());
+        let read = |file: &str| {
+            let path = Path::new("/blocks").join(&name).join(file);
+            read_file(&engine, &path, 1 << 30).expect("read")
+        };
+        let files = [0, 1].map(|n| read(&format!("model-{n:06}-of-000002.safetensors")));
+        let checks = read("check-000000-of-000001.safetensors");
+        for (block, &length) in lengths.iter().enumerate() {
+            let file = &files[block % 2];
+            let found = SafeTensors::deserialize(file).expect("valid");
+            let data = found.tensor(&block.to_string()).expect("the tensor").data();
+            assert!(data.len() == length && data.iter().enumerate().all(|(at, &found)| found == byte(block, at)));
+            let start = data.as_ptr().addr() - file.as_ptr().addr();
+            assert!(start.is_multiple_of(PAGE), "block {block}");
+            let pages = &file[start..(start + length).next_multiple_of(PAGE)];
+            assert!(pages[length..].iter().all(|&byte| byte == 0), "block {block}");
+            let checks = SafeTensors::deserialize(&checks).expect("valid");
+            let checksums: Vec<u8> =
+                pages.chunks(CHUNK).flat_map(|chunk| crc32c::crc32c(chunk).to_le_bytes()).collect();
+            assert_eq!(checks.tensor(&format!("{block}.crc32c")).expect("checksums").data(), checksums);
         }
     }
 }
@@ -92,12 +88,12 @@ fn every_byte_is_in_its_place_and_under_a_checksum() {
 #[test]
 fn a_failed_operation_ends_it_typed() {
     for operation in [IoOperation::Create, IoOperation::SetLen, IoOperation::Write, IoOperation::Sync] {
-        for threads in [0, 4] {
+        for lengths in [LENGTHS, [1; 5]] {
             let mut passing = 0;
             loop {
-                let engine = FaultEngine::new(Arc::new(directory()));
+                let engine = FaultEngine::new(Arc::new(memory()));
                 engine.hit_once(operation, passing, IoFault::Fail(libc::ENOSPC));
-                let Err(error) = write(engine, threads) else { break };
+                let Err(error) = write(engine, &lengths) else { break };
                 assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)), "{error}");
                 passing += 1;
             }
@@ -108,23 +104,13 @@ fn a_failed_operation_ends_it_typed() {
 
 #[test]
 fn blocks_that_do_not_fit_or_are_not_complete_are_refused() {
-    let (files, places) = layout();
-    let made =
-        |places: &[RecisBlockRange], chunk| RecisBlockWriter::new(&in_engine(directory()), &files, places, chunk, 0);
-    let wrong = [
-        RecisBlockRange { file: 2, ..places[0] },
-        RecisBlockRange { start: 100, ..places[1] },
-        RecisBlockRange { bytes: u64::MAX, ..places[1] },
-        RecisBlockRange { bytes: places[0].bytes + PAGE * 2, ..places[0] },
-    ];
-    for place in wrong {
-        assert_eq!(made(&[place], CHUNK).expect_err("outside").kind(), Kind::Input);
-    }
-    assert_eq!(made(&places, 1000).expect_err("no divisor").kind(), Kind::Input);
-    let writer = made(&places, CHUNK).expect("made");
+    let save = begin(memory()).expect("begun");
+    let writer = open(&save, &LENGTHS).expect("made");
     assert_eq!(writer.append(9, 1, |_, _| ()).expect_err("no block").kind(), Kind::Input);
-    assert_eq!(writer.append(2, 14, |_, _| ()).expect_err("too long").kind(), Kind::Input);
-    let writer = made(&places, CHUNK).expect("made");
-    writer.append(2, 13, |_, into| into.fill(1)).expect("it fits");
-    assert_eq!(writer.finish().expect_err("not complete").kind(), Kind::State);
+    assert_eq!(writer.append(1, 14, |_, _| ()).expect_err("too long").kind(), Kind::Input);
+    drop(writer);
+    // The files of the first writer are replaced.
+    let writer = open(&save, &LENGTHS).expect("made");
+    writer.append(1, 13, |_, into| into.fill(1)).expect("it fits");
+    assert_eq!(writer.finish(&save, Vec::new(), &mut never).expect_err("not complete").kind(), Kind::State);
 }

@@ -22,7 +22,7 @@ use crate::ssd::SegmentSet;
 /// Larger manifests are rejected before they are read.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 /// Bytes of a stream per checksum.
-pub(crate) const DENSE_CHUNK_BYTES: usize = 256 << 10;
+pub(crate) const STREAM_CHUNK_BYTES: usize = 256 << 10;
 /// The file in the checkpoint's directory that describes the extents.
 pub(crate) const DENSE_FILE: &str = "dense.json";
 /// Subdirectory of the checkpoint that contains the dense data files.
@@ -30,7 +30,7 @@ pub(crate) const DENSE_DIR: &str = "dense";
 /// Size of the checksum page at the end of a file.
 pub(crate) const CHECKSUM_PAGE_BYTES: usize = ALIGNMENT;
 /// Maximum bytes of a stream per file: one chunk per checksum that fits the page.
-pub(crate) const DENSE_FILE_BYTES: u64 = (CHECKSUM_PAGE_BYTES / 4 * DENSE_CHUNK_BYTES) as u64;
+pub(crate) const DENSE_FILE_BYTES: u64 = (CHECKSUM_PAGE_BYTES / 4 * STREAM_CHUNK_BYTES) as u64;
 
 /// Contents and format of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,7 +6,7 @@ use crate::checkpoint::manifest::latest::{
     CheckpointName, LATEST_FILE, LatestCheckpoint, hold_to_remove, lock_root, make_held,
 };
 use crate::checkpoint::manifest::manifests::{
-    DENSE_CHUNK_BYTES, DENSE_DIR, DENSE_FILE, DenseExtent, MAX_MANIFEST_BYTES, read_manifest,
+    DENSE_DIR, DENSE_FILE, DenseExtent, MAX_MANIFEST_BYTES, STREAM_CHUNK_BYTES, read_manifest,
 };
 use crate::checkpoint::manifest::{MANIFEST_FILE, rank_file, table_dir};
 use crate::checkpoint::rows::reader::OpenCheckpoint;
@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, IoOpenMode, LOCK_FILE, copy_file, read_file, write_atomically};
 
 /// Bytes of a dense stream that are read at a time.
-const WINDOW_BYTES: u64 = 64 * DENSE_CHUNK_BYTES as u64;
+const WINDOW_BYTES: u64 = 64 * STREAM_CHUNK_BYTES as u64;
 
 /// Result of a copy.
 #[derive(Debug)]

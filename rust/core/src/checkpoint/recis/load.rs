@@ -13,13 +13,13 @@ use super::layout::{
 };
 use super::manifest::{RecisSaveManifest, RecisShardManifest, RecisTableShare, layout_of_file, parse, tensors_of};
 use super::save::check_tensors;
-use crate::checkpoint::dense::{DENSE_PIECE_BYTES, DENSE_THREADS, verify_chunks};
+use crate::checkpoint::chunked_file::{ChunkedInput, STREAM_PIECE_BYTES, STREAM_THREADS};
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::{WaitCallback, hold_recis_root};
-use crate::checkpoint::manifest::manifests::DENSE_CHUNK_BYTES;
+use crate::checkpoint::manifest::manifests::STREAM_CHUNK_BYTES;
 use crate::checkpoint::manifest::{MANIFEST_FILE, inconsistent};
 use crate::error::{Error, Kind, Result};
-use crate::io::{BufPool, DirLock, DirLockPurpose, IoFile};
+use crate::io::{BufPool, DirLock, DirLockPurpose};
 use crate::types::{BucketMapper, Id};
 
 /// The slot that contains a table's ids.
@@ -29,11 +29,8 @@ const ID: &str = "id";
 #[derive(Debug)]
 struct RecisBlock {
     tensor: RecisTensor,
-    io: Arc<dyn IoFile>,
-    /// Offset of the block in the file.
-    start: u64,
-    /// CRC-32C of each chunk of the block's whole pages.
-    checksums: Vec<u32>,
+    /// The block's whole pages.
+    pages: ChunkedInput,
 }
 
 /// Dtype and shape of a block: per row for a table's block, of the entire tensor for a dense one.
@@ -123,7 +120,7 @@ impl RecisReader {
             dir,
             tables: BTreeMap::new(),
             tensors: BTreeMap::new(),
-            buffers: Arc::new(BufPool::new(DENSE_PIECE_BYTES, DENSE_THREADS)),
+            buffers: Arc::new(BufPool::new(STREAM_PIECE_BYTES, STREAM_THREADS)),
             _held: held,
         };
         let count = manifest.shards.len() as u32;
@@ -165,8 +162,9 @@ impl RecisReader {
         let mut blocks: BTreeMap<&str, BTreeMap<String, RecisBlock>> = BTreeMap::new();
         for ((entry, tensor), checksums) in found.blocks.iter().zip(tensors).zip(checksums) {
             let (layout, io) = &files[&entry.file];
-            let start = layout.start(&tensor);
-            let block = RecisBlock { tensor, io: Arc::clone(io), start, checksums };
+            let (start, label) = (layout.start(&tensor), format!(" of {:?}", tensor.name));
+            let pages = ChunkedInput { io: Arc::clone(io), start, bytes: whole_pages(tensor.bytes), checksums, label };
+            let block = RecisBlock { tensor, pages };
             let duplicate = match &entry.slot {
                 None => self.tensors.insert(entry.name.clone(), block),
                 Some(slot) => blocks.entry(&entry.name).or_default().insert(slot.clone(), block),
@@ -322,30 +320,15 @@ impl RecisReader {
             let what = format!("{range:?} of {} bytes of {:?} cannot be read", block.tensor.bytes, block.tensor.name);
             return Err(Error::new(Kind::Input, what));
         }
-        let (chunk, piece, pages) =
-            (DENSE_CHUNK_BYTES as u64, DENSE_PIECE_BYTES as u64, whole_pages(block.tensor.bytes));
         let (mut at, mut rest) = (range.start, into);
         while at < range.end {
-            let cover =
-                at / chunk * chunk..range.end.next_multiple_of(chunk).min(pages).min(at / chunk * chunk + piece);
-            let end = cover.end.min(range.end);
+            let end =
+                (at / STREAM_CHUNK_BYTES as u64 * STREAM_CHUNK_BYTES as u64 + STREAM_PIECE_BYTES as u64).min(range.end);
             let (head, tail) = rest.split_at_mut((end - at) as usize);
-            let len = (cover.end - cover.start) as usize;
-            let mut bytes = self.buffers.take_at_least(len)?;
-            block.io.read_at(block.start + cover.start, &mut bytes[..len])?;
-            block.verify(&cover, &bytes[..len])?;
-            head.copy_from_slice(&bytes[(at - cover.start) as usize..(end - cover.start) as usize]);
+            block.pages.read(&(at..end), head, &self.buffers)?;
             (at, rest) = (end, tail);
         }
         Ok(())
-    }
-}
-
-impl RecisBlock {
-    fn verify(&self, cover: &Range<u64>, bytes: &[u8]) -> Result<()> {
-        let first = (cover.start / DENSE_CHUNK_BYTES as u64) as usize;
-        let what = |len: usize| format!("the checksum of {len} bytes of {:?}", self.tensor.name);
-        verify_chunks(self.io.path(), self.start + cover.start, &self.checksums[first..], bytes, &what)
     }
 }
 
@@ -385,8 +368,8 @@ impl RecisTable {
             if !run.buckets.contains(&key.0) || last.is_some_and(|last| last >= key) {
                 let what = format!("the ids of {:?} from row {} on", block.tensor.name, run.rows.start);
                 let (at, expected) =
-                    (block.start + run.rows.start * 8, format!("of buckets {:?}, in order", run.buckets));
-                return Err(Error::corruption(block.io.path(), at, &what, expected, "others"));
+                    (block.pages.start + run.rows.start * 8, format!("of buckets {:?}, in order", run.buckets));
+                return Err(Error::corruption(block.pages.io.path(), at, &what, expected, "others"));
             }
             last = Some(key);
         }

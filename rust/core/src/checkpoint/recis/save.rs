@@ -14,18 +14,13 @@ use super::layout::{
 use super::manifest::{
     RecisBlockEntry, RecisSaveManifest, RecisShardManifest, RecisTableShare, layout_of_file, parse, tensors_of,
 };
-use crate::checkpoint::background_file::for_each_piece;
-use crate::checkpoint::dense::{
-    DENSE_PIECE_BYTES, DENSE_THREADS, MAX_QUEUED_PIECES, PieceTarget, PieceWriteTask, PieceWriterPool,
-};
+use crate::checkpoint::chunked_file::{ChunkedStream, STREAM_THREADS, StreamWriter, for_each_piece};
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::MANIFEST_FILE;
 use crate::checkpoint::manifest::latest::{CheckpointName, WaitCallback, hold_recis_root, hold_unread};
-use crate::checkpoint::manifest::manifests::DENSE_CHUNK_BYTES;
+use crate::checkpoint::manifest::manifests::STREAM_CHUNK_BYTES;
 use crate::error::{Error, Kind, Result};
-use crate::io::{
-    ALIGNMENT, AlignedBuf, BufPool, DirLock, DirLockPurpose, IoFile, IoOpenMode, PooledBuf, write_atomically,
-};
+use crate::io::{AlignedBuf, DirLock, DirLockPurpose, IoFile, IoOpenMode, write_atomically};
 use crate::runtime::sync::lock;
 
 /// Selects the save that a shard joins.
@@ -189,15 +184,6 @@ impl RecisSave {
         self.name
     }
 
-    pub(super) fn shard(&self) -> RecisShard {
-        self.shard
-    }
-
-    /// The save's own directory.
-    pub(super) fn dir(&self) -> &CheckpointDirectory {
-        &self.dir
-    }
-
     /// Writes the shard's manifest, after everything it refers to is durable. The last shard publishes the save.
     pub(super) fn finish(
         &self,
@@ -323,13 +309,16 @@ pub struct RecisWrittenTable {
 }
 
 /// The data files of a shard's blocks. Blocks are distributed round-robin over `parallel` files and filled
-/// concurrently.
+/// concurrently. In memory are a piece of 4 MiB per started and incomplete block, and at most seven pieces that are
+/// queued or being written.
 #[derive(Debug)]
 pub struct RecisShardWriter {
     parallel: u32,
     entries: Vec<RecisBlockEntry>,
     tensors: Vec<RecisTensor>,
-    writer: RecisBlockWriter,
+    files: Vec<Arc<dyn IoFile>>,
+    blocks: Vec<Mutex<ChunkedStream>>,
+    writer: StreamWriter,
 }
 
 impl RecisShardWriter {
@@ -344,31 +333,37 @@ impl RecisShardWriter {
             RecisBlockEntry { name, slot, dtype, shape, file: number as u32 % parallel }
         };
         let entries: Vec<RecisBlockEntry> = blocks.into_iter().enumerate().map(entry).collect();
-        let tensors = tensors_of(&entries, save.shard()).map_err(input_error)?;
-        let dir = save.dir();
-        let (mut files, mut layouts) = (Vec::new(), Vec::new());
-        for file in 0..parallel.min(entries.len() as u32) {
-            let layout = layout_of_file(file, &entries, &tensors).map_err(input_error)?;
-            let name = save.shard().data_file(file, parallel);
-            if dir.has(&name)? {
-                // Left by an interrupted save of this shard.
-                dir.engine().remove_file(&dir.join(&name))?;
-            }
-            files.push(RecisFileSpec { name, header: layout.header.clone(), bytes: layout.bytes });
-            layouts.push(layout);
-        }
-        let range = |(entry, tensor): (&RecisBlockEntry, &RecisTensor)| {
+        let tensors = tensors_of(&entries, save.shard).map_err(input_error)?;
+        let layouts = (0..parallel.min(entries.len() as u32)).map(|file| layout_of_file(file, &entries, &tensors));
+        let layouts = layouts.collect::<Result<Vec<_>, _>>().map_err(input_error)?;
+        let create = |(file, layout)| create_file(&save.dir, &save.shard.data_file(file, parallel), layout);
+        let files = (0..).zip(&layouts).map(create).collect::<Result<Vec<_>>>()?;
+        let block = |(entry, tensor): (&RecisBlockEntry, &RecisTensor)| {
             let file = entry.file as usize;
-            RecisBlockRange { file, start: layouts[file].start(tensor), bytes: tensor.bytes }
+            Mutex::new(ChunkedStream::new(Arc::clone(&files[file]), layouts[file].start(tensor), tensor.bytes))
         };
-        let ranges: Vec<RecisBlockRange> = entries.iter().zip(&tensors).map(range).collect();
-        let writer = RecisBlockWriter::new(dir, &files, &ranges, DENSE_CHUNK_BYTES, parallel as usize)?;
-        Ok(Self { parallel, entries, tensors, writer })
+        let blocks = entries.iter().zip(&tensors).map(block).collect();
+        let writer = StreamWriter::start(parallel as usize, tensors.iter().map(|tensor| tensor.bytes).sum());
+        Ok(Self { parallel, entries, tensors, files, blocks, writer })
     }
 
-    /// Appends bytes to a block. See [`RecisBlockWriter::append`].
+    /// Appends `bytes` to a block. `copy(at, into)` fills `into` with the bytes from offset `at`. Any thread may call
+    /// this, but calls for one block must not overlap.
+    ///
+    /// Errors: `Storage` of this write or of an earlier one; `Memory`; `Input` past the block's end. After an error
+    /// nothing can be finished.
     pub fn append(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
-        self.writer.append(block, bytes, copy)
+        let append = || {
+            let known = self.blocks.get(block);
+            let mut stream = lock(known.ok_or_else(|| input_error(format!("there is no block {block}")))?);
+            if bytes as u64 > stream.room() {
+                let (length, room) = (self.tensors[block].bytes, stream.room());
+                let what = format!("{bytes} bytes do not fit a block that has {} of {length}", length - room);
+                return Err(input_error(what));
+            }
+            self.writer.append(&mut stream, bytes, copy)
+        };
+        append().inspect_err(|error| self.writer.threads.fail(error))
     }
 
     /// Makes the blocks durable, then writes their checksums and the shard's manifest. The last shard publishes the
@@ -377,23 +372,46 @@ impl RecisShardWriter {
     /// Errors: `State` if a block is incomplete, or a newer save was completed concurrently; `Mismatch` if the shards
     /// do not make complete tables; `Input` if `tables` do not match their buckets; `Storage`.
     pub fn finish(
-        self,
+        mut self,
         save: &RecisSave,
         tables: Vec<RecisWrittenTable>,
         wait: &mut WaitCallback<'_>,
     ) -> Result<RecisShardOutcome> {
-        let Self { parallel, entries, tensors, writer } = self;
-        let checksums = writer.finish()?;
-        let check = write_checks(save, &tensors, &checksums, &tables)?;
-        let RecisShard { index: shard, count: shards } = save.shard();
+        let blocks = self.blocks.iter().zip(&self.tensors).map(|(block, tensor)| (lock(block), tensor));
+        if let Some((block, tensor)) = blocks.into_iter().find(|(block, _)| block.room() > 0) {
+            let (path, filled) = (block.path().display(), tensor.bytes - block.room());
+            let message = format!("a block of {path} has {filled} of {} bytes", tensor.bytes);
+            return Err(Error::new(Kind::State, message));
+        }
+        self.writer.threads.end()?;
+        for_each_piece(STREAM_THREADS, self.files.iter().collect(), |file| file.sync())?;
+        let checksums: Vec<Vec<u32>> = self.blocks.iter().map(|block| lock(block).take_checksums()).collect();
+        let check = write_checks(save, &self.tensors, &checksums, &tables)?;
+        let RecisShard { index: shard, count: shards } = save.shard;
         let tables = tables.into_iter().map(|table| table.share).collect();
-        save.finish(&RecisShardManifest { shard, shards, parallel, tables, blocks: entries, check }, wait)
+        let (parallel, blocks) = (self.parallel, self.entries);
+        save.finish(&RecisShardManifest { shard, shards, parallel, tables, blocks, check }, wait)
     }
+}
+
+/// Creates a data file, with its header and its length. Removes one left by an interrupted save of the shard.
+fn create_file(dir: &CheckpointDirectory, name: &str, layout: &RecisFileLayout) -> Result<Arc<dyn IoFile>> {
+    let (engine, path) = (dir.engine(), dir.join(name));
+    if dir.has(name)? {
+        engine.remove_file(&path)?;
+    }
+    let io = engine.open(&path, IoOpenMode::Create { preallocate: layout.bytes })?;
+    // The length is set first because writes that extend a file are serialized.
+    io.set_len(layout.bytes)?;
+    let mut header = AlignedBuf::try_zeroed(layout.header.len())?;
+    header.copy_from_slice(&layout.header);
+    io.write_at(0, &header)?;
+    Ok(io)
 }
 
 /// Returns the tensors of the checksum file: the chunk checksums of each block, and the bucket starts of each table.
 pub(crate) fn check_tensors(tensors: &[RecisTensor], tables: &[&RecisTableShare]) -> Result<Vec<RecisTensor>, String> {
-    let chunks = |tensor: &RecisTensor| whole_pages(tensor.bytes).div_ceil(DENSE_CHUNK_BYTES as u64);
+    let chunks = |tensor: &RecisTensor| whole_pages(tensor.bytes).div_ceil(STREAM_CHUNK_BYTES as u64);
     let of_block =
         |tensor: &RecisTensor| RecisTensor::new(format!("{}.crc32c", tensor.name), "U32", vec![chunks(tensor)]);
     let of_table = |table: &&RecisTableShare| {
@@ -421,183 +439,10 @@ fn write_checks(
     let layout =
         RecisFileLayout::new(&described.iter().collect::<Vec<_>>(), TensorSpacing::Packed).map_err(input_error)?;
     let image = layout.image(described.iter().zip(data));
-    write_atomically(save.dir().engine(), &save.dir().join(save.shard().check_file()), &image)?;
+    write_atomically(save.dir.engine(), &save.dir.join(save.shard.check_file()), &image)?;
     Ok(crc32c::crc32c(&image))
 }
 
 fn input_error(message: String) -> Error {
     Error::new(Kind::Input, message)
-}
-
-/// A file to create.
-#[derive(Clone, Debug)]
-pub struct RecisFileSpec {
-    /// Name in the directory.
-    pub name: String,
-    /// First bytes of the file, in whole pages.
-    pub header: Vec<u8>,
-    /// Length of the file, in whole pages.
-    pub bytes: u64,
-}
-
-/// Byte range of a block in a file. Zeros follow it up to the next multiple of [`ALIGNMENT`].
-#[derive(Clone, Copy, Debug)]
-pub struct RecisBlockRange {
-    /// Index of the file.
-    pub file: usize,
-    /// Offset in the file, a multiple of [`ALIGNMENT`].
-    pub start: u64,
-    /// Length of the block.
-    pub bytes: u64,
-}
-
-/// Writes blocks to files. In memory are a piece of 4 MiB per started and incomplete block, and at most eight pieces
-/// that are being written.
-#[derive(Debug)]
-pub struct RecisBlockWriter {
-    files: Vec<Arc<dyn IoFile>>,
-    blocks: Vec<Mutex<RecisOpenBlock>>,
-    buffers: Arc<BufPool>,
-    pool: PieceWriterPool,
-}
-
-#[derive(Debug)]
-struct RecisOpenBlock {
-    to: Arc<RecisBlockOutput>,
-    bytes: u64,
-    filled: u64,
-    /// The last piece, if it is not full.
-    piece: Option<PooledBuf>,
-}
-
-#[derive(Debug)]
-struct RecisBlockOutput {
-    io: Arc<dyn IoFile>,
-    start: u64,
-    chunk_bytes: usize,
-    checksums: Mutex<Vec<u32>>,
-}
-
-impl PieceTarget for RecisBlockOutput {
-    fn write(&self, at: u64, data: &[u8]) -> Result<()> {
-        let found: Vec<u32> = data.chunks(self.chunk_bytes).map(crc32c::crc32c).collect();
-        let first = (at / self.chunk_bytes as u64) as usize;
-        lock(&self.checksums)[first..first + found.len()].copy_from_slice(&found);
-        self.io.write_at(self.start + at, data)
-    }
-}
-
-impl RecisBlockWriter {
-    /// Creates the files, which must not exist, in `directory`, and starts up to `threads` threads. Each checksum
-    /// covers `chunk_bytes`, which must divide 4 MiB.
-    pub fn new(
-        directory: &CheckpointDirectory,
-        files: &[RecisFileSpec],
-        blocks: &[RecisBlockRange],
-        chunk_bytes: usize,
-        threads: usize,
-    ) -> Result<Self> {
-        directory.check_to_save()?;
-        let whole = |bytes: u64| bytes.is_multiple_of(ALIGNMENT as u64);
-        if chunk_bytes == 0 || !DENSE_PIECE_BYTES.is_multiple_of(chunk_bytes) {
-            return Err(Error::new(
-                Kind::Input,
-                format!("chunks of {chunk_bytes} bytes do not divide {DENSE_PIECE_BYTES}"),
-            ));
-        }
-        let outside = |range: &&RecisBlockRange| {
-            let end = range.start.checked_add(range.bytes);
-            let within = |file: &RecisFileSpec| whole(range.start) && end.is_some_and(|end| end <= file.bytes);
-            !files.get(range.file).is_some_and(within)
-        };
-        if let Some(range) = blocks.iter().find(outside) {
-            return Err(Error::new(Kind::Input, format!("{range:?} is not at whole pages of a file")));
-        }
-        let created = files.iter().map(|file| {
-            let io =
-                directory.engine().open(&directory.join(&file.name), IoOpenMode::Create { preallocate: file.bytes })?;
-            // The length is set first because writes that extend a file are serialized.
-            io.set_len(file.bytes)?;
-            let mut header = AlignedBuf::try_zeroed(file.header.len())?;
-            header.copy_from_slice(&file.header);
-            io.write_at(0, &header)?;
-            Ok(io)
-        });
-        let created = created.collect::<Result<Vec<_>>>()?;
-        let block = |range: &RecisBlockRange| {
-            let chunks = range.bytes.next_multiple_of(ALIGNMENT as u64).div_ceil(chunk_bytes as u64);
-            let checksums = Mutex::new(vec![0; chunks as usize]);
-            let to =
-                RecisBlockOutput { io: Arc::clone(&created[range.file]), start: range.start, chunk_bytes, checksums };
-            Mutex::new(RecisOpenBlock { to: Arc::new(to), bytes: range.bytes, filled: 0, piece: None })
-        };
-        let total: u64 = blocks.iter().map(|block| block.bytes).sum();
-        let threads = if total > DENSE_PIECE_BYTES as u64 { threads.min(DENSE_THREADS) } else { 0 };
-        Ok(Self {
-            blocks: blocks.iter().map(block).collect(),
-            files: created,
-            buffers: Arc::new(BufPool::new(DENSE_PIECE_BYTES, DENSE_THREADS + MAX_QUEUED_PIECES + 1)),
-            pool: PieceWriterPool::start(threads),
-        })
-    }
-
-    /// Appends `bytes` to a block. `copy(at, into)` fills `into` with the bytes from offset `at`. Any thread may call
-    /// this, but calls for one block must not overlap.
-    ///
-    /// Errors: `Storage` of this write or of an earlier one; `Memory`; `Input` past the block's end. After an error
-    /// nothing can be finished.
-    pub fn append(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
-        let result = self.fill(block, bytes, copy);
-        result.inspect_err(|error| self.pool.fail(error))
-    }
-
-    fn fill(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
-        let known = self.blocks.get(block);
-        let mut block = lock(known.ok_or_else(|| Error::new(Kind::Input, format!("there is no block {block}")))?);
-        if bytes as u64 > block.bytes - block.filled {
-            return Err(Error::new(
-                Kind::Input,
-                format!("{bytes} bytes do not fit a block that has {} of {}", block.filled, block.bytes),
-            ));
-        }
-        let mut at = 0;
-        while at < bytes {
-            let mut piece = match block.piece.take() {
-                Some(piece) => piece,
-                None => self.buffers.take_at_least(DENSE_PIECE_BYTES)?,
-            };
-            let filled = (block.filled % DENSE_PIECE_BYTES as u64) as usize;
-            let count = (DENSE_PIECE_BYTES - filled).min(bytes - at);
-            copy(at, &mut piece[filled..filled + count]);
-            at += count;
-            let end = filled + count;
-            block.filled += count as u64;
-            if end < DENSE_PIECE_BYTES && block.filled < block.bytes {
-                block.piece = Some(piece);
-                continue;
-            }
-            let len = end.next_multiple_of(ALIGNMENT);
-            piece[end..len].fill(0);
-            self.pool.run(PieceWriteTask { to: block.to.clone(), piece, len, at: block.filled - end as u64 })?;
-        }
-        Ok(())
-    }
-
-    /// Syncs all files, but not their names. Returns the CRC-32C of each chunk of each block, including zeros up to a
-    /// whole page.
-    ///
-    /// Errors: `State` if a block is incomplete.
-    pub fn finish(mut self) -> Result<Vec<Vec<u32>>> {
-        for block in &self.blocks {
-            let block = lock(block);
-            if block.filled < block.bytes {
-                let path = block.to.io.path().display();
-                let message = format!("a block of {path} has {} of {} bytes", block.filled, block.bytes);
-                return Err(Error::new(Kind::State, message));
-            }
-        }
-        self.pool.end()?;
-        for_each_piece(DENSE_THREADS, self.files.iter().collect(), |file| file.sync())?;
-        Ok(self.blocks.iter().map(|block| std::mem::take(&mut *lock(&lock(block).to.checksums))).collect())
-    }
 }

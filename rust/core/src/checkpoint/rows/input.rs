@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::format::{ColumnField, FileColumn, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
 use crate::cache::RowColumns;
-use crate::checkpoint::background_file::for_each_piece;
+use crate::checkpoint::chunked_file::for_each_piece;
 use crate::checkpoint::manifest::CHUNK_BYTES;
 use crate::checkpoint::manifest::manifests::{DataFile, RankShare};
 use crate::error::{Error, Result};

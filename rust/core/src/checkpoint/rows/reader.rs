@@ -11,7 +11,7 @@ use super::input::{GroupReader, RowFileOffsets, StagedColumns};
 use super::segment_rows::read_segments;
 use super::writer::RowSink;
 use crate::cache::{PickedRows, RowColumns};
-use crate::checkpoint::background_file::for_each_piece;
+use crate::checkpoint::chunked_file::for_each_piece;
 use crate::checkpoint::dense::DenseReader;
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::{LatestCheckpoint, hold_to_read};

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::format::{ColumnField, FileLayout, GROUP_BYTES, image_of};
 use super::group::GroupEncoder;
 use crate::cache::{GroupGatherer, GroupSink};
-use crate::checkpoint::background_file::{BackgroundFileWriter, ImageQueue, for_each_piece, write_file};
+use crate::checkpoint::chunked_file::{ImageWriter, for_each_piece, write_file};
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::CheckpointName;
 use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, DataShape, DenseShare, RankManifest, RankShare};
@@ -121,22 +121,19 @@ impl RankWriter {
         let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
         let format = GroupEncoder::new(&spec, optimizer, buckets.clone(), self.group_bytes);
         let (capacity, small) = (format.capacity, format.rows_of(SMALL_FILE_BYTES));
-        let queue = ImageQueue::default();
-        let files = std::thread::scope(|scope| {
-            let output = BackgroundFileWriter::new(scope, self.directory.engine(), &queue);
-            let mut files = RowFileWriter {
-                output,
-                small_group_rows: small,
-                max_group_rows: capacity,
-                next_group_rows: capacity,
-                image_bytes: None,
-                format,
-                path,
-                written_files: Vec::new(),
-            };
-            rows(&mut files)?;
-            files.output.finish().map(|()| files.written_files)
-        })?;
+        let mut writer = RowFileWriter {
+            output: ImageWriter::new(self.directory.shared_engine()),
+            small_group_rows: small,
+            max_group_rows: capacity,
+            next_group_rows: capacity,
+            image_bytes: None,
+            format,
+            path,
+            written_files: Vec::new(),
+        };
+        rows(&mut writer)?;
+        writer.output.finish()?;
+        let files = writer.written_files;
         let total_rows = files.iter().map(|file| file.rows).sum();
         self.manifest.tables.push(RankShare { total_rows, files, ..RankShare::new(spec, &buckets) });
         Ok(total_rows)
@@ -301,9 +298,9 @@ fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<
 }
 
 /// The files of one rank's shard of a table.
-struct RowFileWriter<'a, 's, P> {
+struct RowFileWriter<'a, P> {
     format: GroupEncoder<'a>,
-    output: BackgroundFileWriter<'s>,
+    output: ImageWriter,
     path: P,
     /// Number of rows of a small group.
     small_group_rows: usize,
@@ -316,7 +313,7 @@ struct RowFileWriter<'a, 's, P> {
     written_files: Vec<DataFile>,
 }
 
-impl<P> RowFileWriter<'_, '_, P> {
+impl<P> RowFileWriter<'_, P> {
     fn image_bytes(&mut self) -> Result<usize> {
         let bytes = self.image_bytes.map_or_else(|| self.format.file_bytes(self.next_group_rows), Ok)?;
         self.image_bytes = Some(bytes);
@@ -335,7 +332,7 @@ impl<P> RowFileWriter<'_, '_, P> {
     }
 }
 
-impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, '_, P> {
+impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, P> {
     fn vector_floats(&self) -> usize {
         self.format.vector_floats
     }
