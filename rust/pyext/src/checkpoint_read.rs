@@ -51,8 +51,8 @@ impl PyChainCompaction {
     #[pyo3(signature = (directory, latest, *, counters=true))]
     fn open(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str, counters: bool) -> PyResult<Option<Self>> {
         let latest: LatestCheckpoint = latest.parse().map_err(to_python)?;
-        let inner = py.detach(|| ChainCompaction::open(&directory.inner, latest)).map_err(to_python)?;
-        Ok(inner.map(|inner| Self { inner: if counters { inner } else { inner.without_counts() } }))
+        let inner = py.detach(|| ChainCompaction::open(&directory.inner, latest, counters)).map_err(to_python)?;
+        Ok(inner.map(|inner| Self { inner }))
     }
 
     #[getter]

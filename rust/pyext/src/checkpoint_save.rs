@@ -169,8 +169,7 @@ impl PyCheckpointWriter {
     ) -> PyResult<Self> {
         let name: CheckpointName = name.parse().map_err(to_python)?;
         let writer = py.detach(|| RankWriter::new(&directory.inner, name, rank, world_size)).map_err(to_python)?;
-        let writer = if counters { writer } else { writer.without_counts() };
-        Ok(Self { inner: Mutex::new(Some(writer)) })
+        Ok(Self { inner: Mutex::new(Some(writer.with_counts(counters))) })
     }
 
     fn write_table(

@@ -366,7 +366,7 @@ pub fn save_chain(engine: &Arc<dyn IoEngine>, versions: &[Vec<Table>], worlds: &
 pub fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> Result<PublishedCheckpoint> {
     let directory = directory_in(engine, ROOT);
     let latest = LatestCheckpoint::read(&directory)?;
-    let merged = ChainCompaction::open(&directory, latest)?.expect("a chain");
+    let merged = ChainCompaction::open(&directory, latest, true)?.expect("a chain");
     let options = SaveOptions { merged: Some(merged.chain().identity()), ..SaveOptions::default() };
     let save = CheckpointSave::begin_with(&directory, random, options)?;
     let digests = (0..world)

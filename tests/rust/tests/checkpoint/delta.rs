@@ -82,7 +82,7 @@ fn merged_chain_equals_full_checkpoint_of_last_delta() {
         assert!(chain.links().len() == 1 && chain.manifest().kind == CheckpointKind::Full);
         assert_eq!(chain.manifest().merged.as_ref(), Some(&saved[3].identity), "a run goes on from it");
         assert_eq!(engine.list(root()).expect("listed").len(), 3, "LATEST, its lock and the merged one");
-        assert!(ChainCompaction::open(&directory, merged.latest).expect("opened").is_none());
+        assert!(ChainCompaction::open(&directory, merged.latest, true).expect("opened").is_none());
         let next = save_delta(&engine, root(), (&versions[3], &versions[4]), (2, 400), 1, on(&merged.identity));
         next.expect("a delta on the merged one");
         assert_eq!(load(&engine, root(), 1).expect("loaded"), versions[4]);

@@ -266,7 +266,8 @@ fn other_ranks_are_rejected_with_remedy() {
     assert_eq!((divided.manifest().kind, divided.manifest().ranks.len()), (CheckpointKind::Full, 3));
     assert_eq!(divided.table("m", "t").expect("there").rows, moment.len() as u64);
     let directory = directory_in(&engine, ROOT);
-    let merged = ChainCompaction::open(&directory, LatestCheckpoint::read(&directory).expect("there")).expect("opened");
+    let merged =
+        ChainCompaction::open(&directory, LatestCheckpoint::read(&directory).expect("there"), true).expect("opened");
     let merged = merged.expect("a snapshot is no checkpoint yet");
     let options = SaveOptions { merged: Some(merged.chain().identity()), ..SaveOptions::default() };
     let save = CheckpointSave::begin_with(&directory, 6, options).expect("begun");

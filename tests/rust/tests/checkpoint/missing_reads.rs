@@ -95,7 +95,7 @@ fn every_checkpoint_of_a_table_says_what_an_evaluation_reads() {
 fn merge(engine: &Arc<dyn IoEngine>) {
     let directory = directory_in(engine, ROOT);
     let latest = LatestCheckpoint::read(&directory).expect("a checkpoint");
-    let compaction = ChainCompaction::open(&directory, latest).expect("opened").expect("a delta");
+    let compaction = ChainCompaction::open(&directory, latest, true).expect("opened").expect("a delta");
     let merged = Some(compaction.chain().identity());
     let save =
         CheckpointSave::begin_with(&directory, 4, SaveOptions { merged, ..SaveOptions::default() }).expect("begun");

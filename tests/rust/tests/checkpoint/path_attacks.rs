@@ -168,7 +168,7 @@ fn nothing_is_changed_in_a_directory_that_was_checked_for_a_load() {
         RankSnapshot::begin(&directory, name, (0, 1), Vec::new(), moment).map(drop).unwrap_err(),
         CheckpointPart::begin(&directory, 2, 0).map(drop).unwrap_err(),
         remove_stale_parts(&directory).map(drop).unwrap_err(),
-        ChainCompaction::open(&directory, saved.latest).map(drop).unwrap_err(),
+        ChainCompaction::open(&directory, saved.latest, true).map(drop).unwrap_err(),
         reshard(&CheckpointChain::open(&directory, saved.latest).unwrap(), &directory, 2, 1, true)
             .map(drop)
             .unwrap_err(),

@@ -95,7 +95,7 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> 
 fn merge(engine: &Arc<dyn IoEngine>, root: &Path, random: u64) -> bool {
     let directory = directory_in(engine, root);
     let latest = LatestCheckpoint::read(&directory).unwrap();
-    let Some(chain) = ChainCompaction::open(&directory, latest).unwrap() else { return false };
+    let Some(chain) = ChainCompaction::open(&directory, latest, true).unwrap() else { return false };
     if chain.chain().links().len() < CHAIN {
         return false;
     }

@@ -209,7 +209,10 @@ fn training_operations_reject_serving_checkpoint() {
     let reader = made.table_reader("m", "t", 0..13).expect("its files");
     assert_eq!(kind(reader.load_into(&other.table)), Kind::Mismatch);
     assert_eq!(other.contents().expect("every row"), before);
-    check(ChainCompaction::open(&directory, LatestCheckpoint::read(&directory).expect("there")).expect_err("refused"));
+    check(
+        ChainCompaction::open(&directory, LatestCheckpoint::read(&directory).expect("there"), true)
+            .expect_err("refused"),
+    );
     engine.create_dir_all(Path::new("/checkpoints/more")).expect("made");
     let more = directory_in(&engine, "/checkpoints/more");
     check(reshard(&made, &more, 1, 2, true).expect_err("refused"));

@@ -236,6 +236,11 @@ impl RankShare {
         }
     }
 
+    /// The buckets that the rank owns.
+    pub(crate) fn buckets(&self) -> Range<u32> {
+        self.bucket_begin..self.bucket_end
+    }
+
     pub(crate) fn rows(&self) -> u64 {
         let in_files: u64 = self.files.iter().map(|file| file.rows).sum();
         in_files + self.segments.as_ref().map_or(0, |set| set.rows)
@@ -323,6 +328,11 @@ impl RankManifest {
     pub(crate) fn new(name: String, rank: u32, world: u32) -> Self {
         let (tables, dense) = (Vec::new(), None);
         Self { format: FORMAT.to_owned(), version: VERSION, name, rank, world, tables, dense }
+    }
+
+    /// Returns the rank's shard of a table: one, or none.
+    pub(crate) fn shares_of<'a>(&'a self, module: &'a str, table: &'a str) -> impl Iterator<Item = &'a RankShare> {
+        self.tables.iter().filter(move |share| share.spec.module == module && share.spec.table == table)
     }
 }
 

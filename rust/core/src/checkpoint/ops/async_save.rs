@@ -75,8 +75,7 @@ impl RankSnapshot {
         tables: Vec<AsyncSaveTable>,
         options: AsyncSaveOptions,
     ) -> Result<Self> {
-        let writer = RankWriter::new(root, name, rank, world)?;
-        let writer = if options.counts { writer } else { writer.without_counts() };
+        let writer = RankWriter::new(root, name, rank, world)?.with_counts(options.counts);
         let path = root.subdirectory(name).join(rank_file(rank, world)).with_extension("preimages");
         let images = Arc::new(PreImages::new(root.shared_engine(), path, options.pre_image_bytes, tables.len()));
         let snapshot_of = |AsyncSaveTable { module, table, hyperparameters, base }| {

@@ -21,28 +21,19 @@ use crate::rows::WeightPrecision;
 pub struct ChainCompaction {
     chain: CheckpointChain,
     directory: CheckpointDirectory,
+    /// True if admission counts of pending ids are written.
     counts: bool,
 }
 
 impl ChainCompaction {
-    /// Opens the chain, or the linked checkpoint. The merged checkpoint is written to the same directory. Returns
-    /// `None` if it is already a full checkpoint.
-    pub fn open(directory: &CheckpointDirectory, latest: LatestCheckpoint) -> Result<Option<Self>> {
+    /// Opens the chain, or the linked checkpoint. The merged checkpoint is written to the same directory, with the
+    /// admission counts of pending ids if `counts`. Returns `None` if it is already a full checkpoint.
+    pub fn open(directory: &CheckpointDirectory, latest: LatestCheckpoint, counts: bool) -> Result<Option<Self>> {
         directory.check_to_save()?;
         let chain = CheckpointChain::open(directory, latest)?;
         chain.refuse_serving("merge deltas")?;
-        Ok((chain.manifest().kind != CheckpointKind::Full).then(|| Self {
-            chain,
-            directory: directory.clone(),
-            counts: true,
-        }))
-    }
-
-    /// Omits the admission counts of pending ids.
-    #[must_use]
-    pub fn without_counts(mut self) -> Self {
-        self.counts = false;
-        self
+        let is_full = chain.manifest().kind == CheckpointKind::Full;
+        Ok((!is_full).then(|| Self { chain, directory: directory.clone(), counts }))
     }
 
     /// The chain.
@@ -58,8 +49,7 @@ impl ChainCompaction {
         (rank, world): (u32, u32),
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<RankDigest> {
-        let writer = RankWriter::new(&self.directory, name, rank, world)?;
-        let mut writer = if self.counts { writer } else { writer.without_counts() };
+        let mut writer = RankWriter::new(&self.directory, name, rank, world)?.with_counts(self.counts);
         for entry in &self.chain.manifest().tables {
             let buckets = share_of(rank, world, entry.spec.total_num_buckets);
             let reader = self.chain.table_reader(&entry.spec.module, &entry.spec.table, buckets)?;
@@ -107,8 +97,7 @@ pub fn reshard(
     }
     let save = CheckpointSave::begin(to, random)?;
     let written = (0..world).map(|rank| {
-        let writer = RankWriter::new(to, save.name(), rank, world)?;
-        let mut writer = if counts { writer } else { writer.without_counts() };
+        let mut writer = RankWriter::new(to, save.name(), rank, world)?.with_counts(counts);
         for (entry, owner) in tables.iter().zip(&owners) {
             let buckets = match owner {
                 None => share_of(rank, world, entry.spec.total_num_buckets),
@@ -142,7 +131,7 @@ pub fn make_for_serving(
     let options = SaveOptions { made_from: Some(from.identity()), keep, ..SaveOptions::default() };
     let save = CheckpointSave::begin_with(to, random, options)?;
     let mut write = || {
-        let mut writer = RankWriter::new(to, save.name(), 0, 1)?.without_counts();
+        let mut writer = RankWriter::new(to, save.name(), 0, 1)?.with_counts(false);
         for entry in &from.manifest().tables {
             let spec = &entry.spec;
             let rows = from.table_reader(&spec.module, &spec.table, 0..spec.total_num_buckets)?.without_slots();

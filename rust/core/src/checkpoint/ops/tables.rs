@@ -54,7 +54,7 @@ impl RankWriter {
         let step = table.step()?;
         let spec = TableSpec::new(module, config, hyperparameters, step, table.oov_row()?);
         let rows = self.write_groups(spec, config.buckets.clone(), &mut |sink| table.for_each_group(sink))?;
-        self.set_clock(table.clock()?);
+        self.last_table().clock = table.clock()?;
         self.write_counts_of(table, None)?;
         check_not_trained(table, step)?;
         Ok(rows)
@@ -80,7 +80,7 @@ impl RankWriter {
     ) -> Result<()> {
         let (mut merged, buckets) = (MergedCounts::default(), chain.buckets().clone());
         self.write_merged_rows(chain.spec().clone(), chain, Some(&mut merged), progress)?;
-        self.set_clock(chain.clock()?.clone());
+        self.last_table().clock = chain.clock()?.clone();
         if !chain.has_counts() {
             return Ok(());
         }
@@ -143,7 +143,7 @@ impl RankWriter {
         let rows = set.rows;
         let bytes =
             self.write_segments(spec, config.buckets.clone(), set, |engine, path_of| held.link_to(engine, path_of))?;
-        self.set_clock(table.clock()?);
+        self.last_table().clock = table.clock()?;
         self.write_counts_of(table, None)?;
         Ok(LinkedTable { rows, bytes })
     }
@@ -167,8 +167,9 @@ impl RankWriter {
         let sweeps = table.sweeps_since(base)?;
         let changes = DeltaChanges { tombstones: &tombstones, sweeps: &sweeps, total_rows: table.len()? };
         let mut modified = |sink: &mut dyn GroupSink| table.for_each_modified_group(base.next_epoch, sink);
-        let rows = self.write_changed_groups(spec, config.buckets.clone(), &mut modified, changes)?;
-        self.set_clock(table.clock()?);
+        let rows = self.write_groups(spec, config.buckets.clone(), &mut modified)?;
+        self.add_changes(changes)?;
+        self.last_table().clock = table.clock()?;
         self.write_counts_of(table, Some(base.next_epoch))?;
         check_not_trained(table, step)?;
         Ok((rows, tombstones.len() as u64))
@@ -205,16 +206,11 @@ impl RankWriter {
                 Ok(())
             })
         };
-        let written = match &tombstones {
-            None => self.write_table(spec, config.buckets, &mut rows)?,
-            Some(tombstones) => self.write_changes(
-                spec,
-                config.buckets,
-                &mut rows,
-                DeltaChanges { tombstones, sweeps: &sweeps, total_rows },
-            )?,
-        };
-        self.set_clock(clock);
+        let written = self.write_table(spec, config.buckets, &mut rows)?;
+        if let Some(tombstones) = &tombstones {
+            self.add_changes(DeltaChanges { tombstones, sweeps: &sweeps, total_rows })?;
+        }
+        self.last_table().clock = clock;
         if let Some(generations) = &generations {
             self.write_counts(CountsSource {
                 clicks: config.admission.counts_clicks(),

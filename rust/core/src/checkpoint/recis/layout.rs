@@ -10,8 +10,10 @@ use serde::Serialize;
 use serde::ser::{SerializeMap as _, Serializer};
 use serde_json::ser::PrettyFormatter;
 
+use crate::checkpoint::chunked_file::{check_crc32c, check_length};
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::CheckpointName;
+use crate::checkpoint::rows::format::pad_header;
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, IoEngine, IoFile, IoOpenMode};
 
@@ -239,10 +241,8 @@ impl RecisFileLayout {
             }
         }
         let text = serde_json::to_vec(&OrderedFields(&described)).map_err(|error| error.to_string())?;
-        let length = whole_pages(8 + text.len() as u64);
-        let mut header = (length - 8).to_le_bytes().to_vec();
-        header.extend_from_slice(&text);
-        header.resize(length as usize, b' ');
+        let header = pad_header(&text, 0);
+        let length = header.len() as u64;
         let starts = offsets.into_iter().map(|(name, offset)| (name, length + offset)).collect();
         Ok(Self { header, starts, bytes: length + at })
     }
@@ -266,10 +266,7 @@ impl RecisFileLayout {
     /// Opens a file, which must have exactly this layout.
     pub(crate) fn open(&self, engine: &dyn IoEngine, path: &Path) -> Result<Arc<dyn IoFile>> {
         let file = open_file(engine, path)?;
-        let len = file.len()?;
-        if len != self.bytes {
-            return Err(Error::corruption(path, 0, "the file's length", self.bytes, len));
-        }
+        check_length(&*file, self.bytes)?;
         let mut header = vec![0; self.header.len()];
         file.read_at(0, &mut header)?;
         self.check_header(path, &header)?;
@@ -278,10 +275,7 @@ impl RecisFileLayout {
 
     /// Reads an entire small file, which must have the length of this layout.
     pub(crate) fn read(&self, engine: &dyn IoEngine, path: &Path) -> Result<Vec<u8>> {
-        let len = open_file(engine, path)?.len()?;
-        if len != self.bytes {
-            return Err(Error::corruption(path, 0, "the file's length", self.bytes, len));
-        }
+        check_length(&*open_file(engine, path)?, self.bytes)?;
         read_small(engine, path, self.bytes)
     }
 
@@ -342,14 +336,8 @@ pub(crate) fn read_small(engine: &dyn IoEngine, path: &Path, limit: u64) -> Resu
 /// Reads a manifest whose checksum is `expected`.
 pub(crate) fn read_checked(engine: &dyn IoEngine, path: &Path, expected: u32) -> Result<Vec<u8>> {
     let bytes = read_small(engine, path, MAX_MANIFEST_BYTES)?;
-    check_crc(path, &bytes, expected)?;
+    check_crc32c(path, 0, || "the checksum", &bytes, expected)?;
     Ok(bytes)
-}
-
-/// Returns `Corruption` unless the CRC-32C of `bytes`, the entire file, is `expected`.
-pub(crate) fn check_crc(path: &Path, bytes: &[u8], expected: u32) -> Result<()> {
-    let found = crc32c::crc32c(bytes);
-    if found == expected { Ok(()) } else { Err(Error::corruption(path, 0, "the checksum", expected, found)) }
 }
 
 /// Decodes a file of one line and strips its newline.

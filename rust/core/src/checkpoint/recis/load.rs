@@ -8,12 +8,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::layout::{
-    LATEST_FILE, LatestRecisSave, RecisFileLayout, RecisShard, RecisTensor, TensorSpacing, check_crc, read_checked,
-    whole_pages,
+    LATEST_FILE, LatestRecisSave, RecisFileLayout, RecisShard, RecisTensor, TensorSpacing, read_checked, whole_pages,
 };
 use super::manifest::{RecisSaveManifest, RecisShardManifest, RecisTableShare, layout_of_file, parse, tensors_of};
 use super::save::check_tensors;
-use crate::checkpoint::chunked_file::{ChunkedInput, STREAM_PIECE_BYTES, STREAM_THREADS};
+use crate::checkpoint::chunked_file::{ChunkedInput, STREAM_PIECE_BYTES, STREAM_THREADS, check_crc32c};
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::{WaitCallback, hold_recis_root};
 use crate::checkpoint::manifest::manifests::STREAM_CHUNK_BYTES;
@@ -199,7 +198,7 @@ impl RecisReader {
             RecisFileLayout::new(&described.iter().collect::<Vec<_>>(), TensorSpacing::Packed).map_err(damaged)?;
         let path = self.dir.join(shard.check_file());
         let bytes = layout.read(self.dir.engine(), &path)?;
-        check_crc(&path, &bytes, found.check)?;
+        check_crc32c(&path, 0, || "the checksum", &bytes, found.check)?;
         layout.check_header(&path, &bytes)?;
         let data = |tensor: &RecisTensor| {
             let start = layout.start(tensor) as usize;

@@ -36,26 +36,22 @@ pub(crate) struct CountsSource<'a> {
 impl RankWriter {
     /// Writes the counts of the table that was written last, unless counts are omitted.
     pub(crate) fn write_counts(&mut self, counts: CountsSource<'_>) -> Result<()> {
-        if !self.writes_counts() {
+        if !self.counts {
             return Ok(());
         }
         let CountsSource { clicks, generations, for_each_bucket: give } = counts;
-        self.set_counts(CountsShare { clicks, files: Vec::new() });
+        self.last_table().counts = Some(CountsShare { clicks, files: Vec::new() });
         let mut gathered: Vec<(u32, CountedId)> = Vec::new();
         give(&mut |BucketCounts { bucket, ids: pending, .. }| {
             gathered.extend(pending.into_iter().map(|each| (bucket, each)));
             while gathered.len() >= IDS_PER_FILE {
                 let rest = gathered.split_off(IDS_PER_FILE);
-                self.append_counts(clicks, generations, &gathered)?;
+                self.append_file(|spec, buckets| counts_file(spec, buckets, clicks, generations, &gathered))?;
                 gathered = rest;
             }
             Ok(())
         })?;
-        self.append_counts(clicks, generations, &gathered)
-    }
-
-    fn append_counts(&mut self, clicks: bool, generations: &[u32], pending: &[(u32, CountedId)]) -> Result<()> {
-        self.append_counts_file(|spec, buckets| counts_file(spec, buckets, clicks, generations, pending))
+        self.append_file(|spec, buckets| counts_file(spec, buckets, clicks, generations, &gathered))
     }
 }
 
@@ -126,29 +122,14 @@ impl MergedCounts {
 /// A counts file with checked header and bucket offsets.
 #[derive(Debug)]
 pub(super) struct CountsReader {
-    group: GroupReader,
+    pub(super) group: GroupReader,
     /// First bucket of the shard that the file belongs to.
-    first: u32,
-    clicks: bool,
+    pub(super) first: u32,
+    /// True if it has counts of clicks.
+    pub(super) clicks: bool,
 }
 
 impl CountsReader {
-    /// Creates a reader for a file of a shard whose buckets start at `first`. `clicks` is true if it has counts of
-    /// clicks.
-    pub(super) fn new(group: GroupReader, first: u32, clicks: bool) -> Self {
-        Self { group, first, clicks }
-    }
-
-    /// True if it has counts of clicks.
-    pub(super) fn has_clicks(&self) -> bool {
-        self.clicks
-    }
-
-    /// Number of ids in the requested buckets.
-    pub(super) fn ids(&self) -> u64 {
-        self.group.rows.len() as u64
-    }
-
     /// Reads and verifies the counts of the requested buckets, and passes those of each bucket to `sink`.
     pub(super) fn read(&self, engine: &dyn IoEngine, bucketing: BucketMapper, sink: &mut CountsSink<'_>) -> Result<()> {
         let generations = self.generations(engine)?;

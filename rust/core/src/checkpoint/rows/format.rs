@@ -35,7 +35,7 @@
 use std::ops::Range;
 
 use safetensors::Dtype;
-use safetensors::tensor::Metadata;
+use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape};
@@ -112,11 +112,19 @@ impl FileColumn {
         self.start..self.start + self.bytes
     }
 
+    /// Index in `checksums` of the checksum that follows those of this column.
+    fn checksums_end(&self) -> usize {
+        self.first_checksum + self.bytes.div_ceil(CHUNK_BYTES)
+    }
+
     /// Bytes per row in the column.
     pub(crate) fn bytes_per_row(&self) -> usize {
         width(self.dtype) * self.shape[1..].iter().product::<usize>()
     }
 }
+
+/// Contents, name, type and shape of a column.
+type ColumnSpec = (ColumnField, &'static str, Dtype, Vec<usize>);
 
 fn dtype_of(precision: WeightPrecision) -> Dtype {
     match precision {
@@ -196,36 +204,27 @@ impl FileLayout {
     }
 
     /// Lays columns out contiguously, such that `aligned` starts at a multiple of [`LINE_BYTES`] in the file.
-    fn of(specs: Vec<(ColumnField, &'static str, Dtype, Vec<usize>)>, aligned: ColumnField) -> Option<Self> {
-        let (mut start, mut checksums) = (0_usize, 0);
-        let mut columns = Vec::with_capacity(specs.len() + 2);
-        for (field, name, dtype, shape) in specs {
-            let elements = shape.iter().copied().try_fold(1_usize, usize::checked_mul)?;
-            let bytes = elements.checked_mul(width(dtype))?;
-            columns.push(FileColumn { field, name, dtype, shape, start, bytes, first_checksum: checksums });
-            start = start.checked_add(bytes)?;
-            checksums += bytes.div_ceil(CHUNK_BYTES);
-        }
-        let weights = columns.iter().find(|column: &&FileColumn| column.field == aligned)?.start;
-        let lead = weights.checked_next_multiple_of(LINE_BYTES)? - weights;
-        let end = start.checked_add(checksums * 4)?.checked_add(lead)?;
+    fn of(specs: Vec<ColumnSpec>, aligned: ColumnField) -> Option<Self> {
+        let mut layout = Self { columns: Vec::with_capacity(specs.len() + 2), data_bytes: 0, lead: 0 };
+        specs.into_iter().try_for_each(|spec| layout.add(spec))?;
+        let start = layout.columns.iter().find(|column| column.field == aligned)?.start;
+        layout.lead = start.checked_next_multiple_of(LINE_BYTES)? - start;
+        let checksums = layout.columns.last().map_or(0, FileColumn::checksums_end);
+        layout.add((ColumnField::Checksums, "checksums", Dtype::U32, vec![checksums]))?;
+        let end = layout.data_bytes.checked_add(layout.lead)?;
         let pad = end.checked_next_multiple_of(ALIGNMENT)? - end;
-        for (field, name, dtype, elements) in
-            [(ColumnField::Checksums, "checksums", Dtype::U32, checksums), (ColumnField::Pad, "__pad", Dtype::U8, pad)]
-        {
-            let bytes = elements * width(dtype);
-            columns.push(FileColumn {
-                field,
-                name,
-                dtype,
-                shape: vec![elements],
-                start,
-                bytes,
-                first_checksum: checksums,
-            });
-            start = start.checked_add(bytes)?;
-        }
-        Some(Self { columns, data_bytes: start, lead })
+        layout.add((ColumnField::Pad, "__pad", Dtype::U8, vec![pad]))?;
+        Some(layout)
+    }
+
+    /// Adds a column at the end. Returns `None` if the sizes overflow.
+    fn add(&mut self, (field, name, dtype, shape): ColumnSpec) -> Option<()> {
+        let first_checksum = self.columns.last().map_or(0, FileColumn::checksums_end);
+        let elements = shape.iter().copied().try_fold(1_usize, usize::checked_mul)?;
+        let (start, bytes) = (self.data_bytes, elements.checked_mul(width(dtype))?);
+        self.data_bytes = start.checked_add(bytes)?;
+        self.columns.push(FileColumn { field, name, dtype, shape, start, bytes, first_checksum });
+        Some(())
     }
 
     pub(crate) fn column(&self, field: ColumnField) -> &FileColumn {
@@ -240,21 +239,18 @@ impl FileLayout {
     /// The safetensors header, including the length field. Header and data together are a multiple of [`ALIGNMENT`]
     /// long.
     pub(crate) fn header(&self, spec: &TableSpec, buckets: &Range<u32>) -> Vec<u8> {
-        let mut tensors = Map::new();
-        let about = [
-            ("format", FORMAT.to_owned()),
-            ("version", VERSION.to_string()),
-            ("module", spec.module.clone()),
-            ("table", spec.table.clone()),
-            ("total_num_buckets", spec.total_num_buckets.to_string()),
-            ("bucket_begin", buckets.start.to_string()),
-            ("bucket_end", buckets.end.to_string()),
-            ("chunk_bytes", CHUNK_BYTES.to_string()),
-            ("checksum", "crc32c".to_owned()),
-        ];
-        let about: Map<String, Value> =
-            about.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect();
-        tensors.insert("__metadata__".to_owned(), about.into());
+        let about = json!({
+            "format": FORMAT,
+            "version": VERSION.to_string(),
+            "module": spec.module,
+            "table": spec.table,
+            "total_num_buckets": spec.total_num_buckets.to_string(),
+            "bucket_begin": buckets.start.to_string(),
+            "bucket_end": buckets.end.to_string(),
+            "chunk_bytes": CHUNK_BYTES.to_string(),
+            "checksum": "crc32c",
+        });
+        let mut tensors = Map::from_iter([("__metadata__".to_owned(), about)]);
         for column in &self.columns {
             let range = column.range();
             tensors.insert(
@@ -262,13 +258,7 @@ impl FileLayout {
                 json!({"dtype": column.dtype, "shape": column.shape, "data_offsets": [range.start, range.end]}),
             );
         }
-        let text = Value::Object(tensors).to_string();
-        let whole = (8 + text.len()).saturating_sub(self.lead).next_multiple_of(ALIGNMENT);
-        let mut header = vec![b' '; whole + self.lead];
-        let length = header.len() as u64 - 8;
-        header[..8].copy_from_slice(&length.to_le_bytes());
-        header[8..8 + text.len()].copy_from_slice(text.as_bytes());
-        header
+        pad_header(Value::Object(tensors).to_string().as_bytes(), self.lead)
     }
 
     /// Checks that a header (without the length field) describes exactly this layout. The message describes the
@@ -280,22 +270,57 @@ impl FileLayout {
         if tensors.len() != self.columns.len() {
             return Err(format!("{} tensors", tensors.len()));
         }
-        for column in &self.columns {
+        self.columns.iter().try_for_each(|column| {
             let range = column.range();
+            let expected = |info: &&TensorInfo| {
+                (info.dtype, &info.shape, info.data_offsets) == (column.dtype, &column.shape, (range.start, range.end))
+            };
             match tensors.get(column.name) {
-                None => return Err(format!("no tensor {:?}", column.name)),
-                Some(info)
-                    if info.dtype != column.dtype
-                        || info.shape != column.shape
-                        || info.data_offsets != (range.start, range.end) =>
-                {
-                    return Err(format!("tensor {:?} {info:?}", column.name));
-                }
-                Some(_) => {}
+                None => Err(format!("no tensor {:?}", column.name)),
+                Some(info) if expected(info) => Ok(()),
+                Some(info) => Err(format!("tensor {:?} {info:?}", column.name)),
             }
-        }
-        Ok(())
+        })
     }
+
+    /// Writes the parts of a file with this layout and the counts of `shape` to `image`, which is as long as the file.
+    /// `fill` receives the bytes of the columns with checksums, and their checksums to fill.
+    pub(super) fn write(
+        &self,
+        header: &[u8],
+        shape: DataShape,
+        image: &mut [u8],
+        fill: impl FnOnce(&mut [u8], &mut [u32]) -> Result<()>,
+    ) -> Result<DataFile> {
+        let column = self.column(ColumnField::Checksums);
+        let bytes = image.len() as u64;
+        let (head, data) = image.split_at_mut(header.len());
+        head.copy_from_slice(header);
+        let (checked, rest) = data.split_at_mut(column.start);
+        let mut checksums = vec![0; column.shape[0]];
+        fill(checked, &mut checksums)?;
+        let checksums: &[u8] = bytemuck::cast_slice(&checksums);
+        let (to, pad) = rest.split_at_mut(checksums.len());
+        to.copy_from_slice(checksums);
+        pad.fill(0);
+        Ok(DataFile {
+            rows: shape.rows as u64,
+            tombstones: shape.tombstones as u64,
+            bytes,
+            header_crc32c: crc32c::crc32c(header),
+            checksums_crc32c: crc32c::crc32c(checksums),
+        })
+    }
+}
+
+/// Returns a safetensors header: the length field, `text`, and blanks, so that it is `lead` bytes longer than a multiple
+/// of [`ALIGNMENT`].
+pub(crate) fn pad_header(text: &[u8], lead: usize) -> Vec<u8> {
+    let whole = (8 + text.len()).saturating_sub(lead).next_multiple_of(ALIGNMENT);
+    let mut header = (whole as u64 + lead as u64 - 8).to_le_bytes().to_vec();
+    header.extend_from_slice(text);
+    header.resize(whole + lead, b' ');
+    header
 }
 
 /// Number of rows in a group of at most `group_bytes` (at least one).
@@ -317,21 +342,16 @@ pub(super) fn image_of(
     mut fill: impl FnMut(ColumnField, &mut [u8]),
 ) -> Result<(AlignedBuf, DataFile)> {
     let mut image = AlignedBuf::try_zeroed(header.len() + layout.data_bytes)?;
-    let (head, data) = image.split_at_mut(header.len());
-    head.copy_from_slice(header);
-    let mut checksums: Vec<u32> = Vec::new();
-    for column in layout.checked_columns() {
-        fill(column.field, &mut data[column.range()]);
-        checksums.extend(data[column.range()].chunks(CHUNK_BYTES).map(crc32c::crc32c));
-    }
-    let checksums: &[u8] = bytemuck::cast_slice(&checksums);
-    data[layout.column(ColumnField::Checksums).range()].copy_from_slice(checksums);
-    let file = DataFile {
-        rows: shape.rows as u64,
-        tombstones: shape.tombstones as u64,
-        bytes: image.len() as u64,
-        header_crc32c: crc32c::crc32c(header),
-        checksums_crc32c: crc32c::crc32c(checksums),
-    };
+    let file = layout.write(header, shape, &mut image, |data, checksums| {
+        for column in layout.checked_columns() {
+            fill(column.field, &mut data[column.range()]);
+            let chunks = data[column.range()].chunks(CHUNK_BYTES);
+            checksums[column.first_checksum..]
+                .iter_mut()
+                .zip(chunks)
+                .for_each(|(to, chunk)| *to = crc32c::crc32c(chunk));
+        }
+        Ok(())
+    })?;
     Ok((image, file))
 }

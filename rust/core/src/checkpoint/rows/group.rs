@@ -58,9 +58,12 @@ impl<'a> GroupEncoder<'a> {
         group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, bytes)
     }
 
+    fn shape(&self, rows: usize) -> DataShape {
+        DataShape { rows, buckets: self.buckets.len(), tombstones: 0 }
+    }
+
     fn layout(&self, rows: usize) -> Result<FileLayout> {
-        let shape = DataShape { rows, buckets: self.buckets.len(), tombstones: 0 };
-        FileLayout::new(self.optimizer, self.spec.dim as usize, self.spec.precision, shape)
+        FileLayout::new(self.optimizer, self.spec.dim as usize, self.spec.precision, self.shape(rows))
             .ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))
     }
 
@@ -76,22 +79,9 @@ impl<'a> GroupEncoder<'a> {
         memory::check_system_memory("order rows for a file", of_rows + self.buckets.len() * GroupOrder::BUCKET_BYTES)?;
         let layout = self.layout(rows.len())?;
         let header = layout.header(self.spec, &self.buckets);
-        let len = header.len() + layout.data_bytes;
-        let (head, data) = image[..len].split_at_mut(header.len());
-        head.copy_from_slice(&header);
-        let mut checksums: Vec<u32> = vec![0; layout.column(ColumnField::Checksums).shape[0]];
-        let (checked, rest) = data.split_at_mut(layout.column(ColumnField::Checksums).start);
-        self.fill(rows, GroupColumns::of(&layout, checked, &mut checksums))?;
-        let checksums: &[u8] = bytemuck::cast_slice(&checksums);
-        let (to, pad) = rest.split_at_mut(checksums.len());
-        to.copy_from_slice(checksums);
-        pad.fill(0);
-        Ok(DataFile {
-            rows: rows.len() as u64,
-            tombstones: 0,
-            bytes: len as u64,
-            header_crc32c: crc32c::crc32c(&header),
-            checksums_crc32c: crc32c::crc32c(checksums),
+        let image = &mut image[..header.len() + layout.data_bytes];
+        layout.write(&header, self.shape(rows.len()), image, |checked, checksums| {
+            self.fill(rows, GroupColumns::of(&layout, checked, checksums))
         })
     }
 

@@ -3,11 +3,12 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::format::{ColumnField, FileColumn, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
 use crate::cache::RowColumns;
-use crate::checkpoint::chunked_file::for_each_piece;
+use crate::checkpoint::chunked_file::{check_crc32c, check_length, for_each_piece};
 use crate::checkpoint::manifest::CHUNK_BYTES;
 use crate::checkpoint::manifest::manifests::{DataFile, RankShare};
 use crate::error::{Error, Result};
@@ -15,7 +16,6 @@ use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, IoOpenMode, PooledBuf};
 use crate::kernels::thread_pool::for_each;
 use crate::rows::{RowLayout, WeightPrecision};
 use crate::runtime::memory;
-use crate::runtime::sync::lock;
 use crate::types::{BucketMapper, Id};
 
 /// Size of one read request.
@@ -26,6 +26,9 @@ const READERS: usize = 4;
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
 /// Number of rows that one thread converts to float32 at a time.
 const ROWS_PER_TASK: usize = 4096;
+
+/// A file: its path, its rank's shard of the table, its manifest entry, and the requested buckets.
+pub(super) type DataFileRequest<'a> = (PathBuf, &'a RankShare, &'a DataFile, Range<u32>);
 
 /// One data file with verified header, checksums and bucket offsets.
 #[derive(Debug)]
@@ -44,42 +47,11 @@ pub(crate) struct GroupReader {
 }
 
 impl GroupReader {
-    /// Opens a file of rows.
+    /// Opens a file of rows, or of counts, with the layout that its manifest describes.
     pub(crate) fn open(
-        engine: &dyn IoEngine,
-        path: PathBuf,
-        share: &RankShare,
-        file: &DataFile,
-        buckets: Range<u32>,
-    ) -> Result<Self> {
-        let layout = FileLayout::new(
-            share.spec.optimizer_kind()?,
-            share.spec.dim as usize,
-            share.spec.precision,
-            share.shape(file),
-        );
-        Self::open_as(layout, engine, path, share, file, buckets)
-    }
-
-    /// Opens a counts file; `clicks` is true if it has counts of clicks.
-    pub(crate) fn open_counts(
-        clicks: bool,
-        engine: &dyn IoEngine,
-        path: PathBuf,
-        share: &RankShare,
-        file: &DataFile,
-        buckets: Range<u32>,
-    ) -> Result<Self> {
-        Self::open_as(FileLayout::of_counts(clicks, share.shape(file)), engine, path, share, file, buckets)
-    }
-
-    fn open_as(
         layout: Option<FileLayout>,
         engine: &dyn IoEngine,
-        path: PathBuf,
-        share: &RankShare,
-        file: &DataFile,
-        buckets: Range<u32>,
+        (path, share, file, buckets): DataFileRequest<'_>,
     ) -> Result<Self> {
         let shape = share.shape(file);
         let layout = layout
@@ -115,10 +87,7 @@ impl GroupReader {
 
     pub(super) fn reopen(&self, engine: &dyn IoEngine) -> Result<Arc<dyn IoFile>> {
         let file = engine.open(&self.path, IoOpenMode::Read)?;
-        let len = file.len()?;
-        if len != self.file_bytes {
-            return Err(Error::corruption(&self.path, 0, "the file's length", self.file_bytes, len));
-        }
+        check_length(&*file, self.file_bytes)?;
         Ok(file)
     }
 
@@ -135,10 +104,7 @@ impl GroupReader {
         }
         let mut header = vec![0; self.header_bytes];
         file.read_at(0, &mut header)?;
-        let found = crc32c::crc32c(&header);
-        if found != crc32c {
-            return Err(Error::corruption(&self.path, 0, "the header's checksum", crc32c, found));
-        }
+        check_crc32c(&self.path, 0, || "the header's checksum", &header, crc32c)?;
         let (length, text) = header.split_at(8);
         if length != (text.len() as u64).to_le_bytes() {
             return Err(Error::corruption(
@@ -160,10 +126,7 @@ impl GroupReader {
         let mut checksums = memory::zeros("read checksums", column.shape[0])?;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut checksums);
         file.read_at(offset, bytes)?;
-        let (expected, found) = (self.checksums_crc32c, crc32c::crc32c(bytes));
-        if found != expected {
-            return Err(Error::corruption(&self.path, offset, "the checksum of the checksums", expected, found));
-        }
+        check_crc32c(&self.path, offset, || "the checksum of the checksums", bytes, self.checksums_crc32c)?;
         Ok(checksums)
     }
 
@@ -255,7 +218,8 @@ impl GroupReader {
     ) -> Result<StagedColumns<'_>> {
         let file = self.reopen(engine)?;
         let staged = self.read_columns(staging, &file, &self.requested_ranges(), &self.read_checksums(&*file)?)?;
-        self.check_order(staged.rows(ColumnField::Id), bucketing)?;
+        let ids = (ColumnField::Id, self.rows.start);
+        self.check_sorted(ids, staged.rows(ColumnField::Id), bucketing, &self.buckets, None)?;
         Ok(staged)
     }
 
@@ -322,24 +286,20 @@ impl GroupReader {
             range.clone().step_by(CHUNK_BYTES).map(move |start| (*column, start..range.end.min(start + CHUNK_BYTES)))
         });
         let chunks: Vec<(&FileColumn, Range<usize>)> = chunks.collect();
+        let check = |(column, range): &(&FileColumn, Range<usize>)| {
+            let what = || format!("the checksum of {} bytes of {:?}", range.len(), column.name);
+            let offset = (self.header_bytes + column.start + range.start) as u64;
+            let expected = checksums[column.first_checksum + range.start / CHUNK_BYTES];
+            check_crc32c(&self.path, offset, what, staged.bytes(column, range), expected)
+        };
         // Reports the first corrupted chunk of the file, independent of thread timing.
-        let damaged = Mutex::new(usize::MAX);
+        let damaged = AtomicUsize::new(usize::MAX);
         for_each(chunks.chunks(CHUNKS_PER_TASK).enumerate(), |(task, some)| {
-            for (at, (column, range)) in some.iter().enumerate() {
-                let expected = checksums[column.first_checksum + range.start / CHUNK_BYTES];
-                if crc32c::crc32c(staged.bytes(column, range)) != expected {
-                    let mut first = lock(&damaged);
-                    *first = (*first).min(task * CHUNKS_PER_TASK + at);
-                }
+            if let Some(at) = some.iter().position(|chunk| check(chunk).is_err()) {
+                damaged.fetch_min(task * CHUNKS_PER_TASK + at, Ordering::Relaxed);
             }
         });
-        let damaged = damaged.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let Some((column, range)) = chunks.get(damaged) else { return Ok(()) };
-        let expected = checksums[column.first_checksum + range.start / CHUNK_BYTES];
-        let found = crc32c::crc32c(staged.bytes(column, range));
-        let what = format!("the checksum of {} bytes of {:?}", range.len(), column.name);
-        let offset = (self.header_bytes + column.start + range.start) as u64;
-        Err(Error::corruption(&self.path, offset, &what, expected, found))
+        chunks.get(damaged.into_inner()).map_or(Ok(()), check)
     }
 
     pub(crate) fn tombstones(&self) -> u64 {
@@ -360,11 +320,6 @@ impl GroupReader {
             requested.extend(ids.iter().filter(|&&id| self.buckets.contains(&bucketing.of(id))));
             if requested.is_empty() { Ok(()) } else { sink(&requested) }
         })
-    }
-
-    /// Checks that the ids belong to the requested buckets, sorted and unique.
-    fn check_order(&self, ids: &[Id], bucketing: BucketMapper) -> Result<()> {
-        self.check_sorted((ColumnField::Id, self.rows.start), ids, bucketing, &self.buckets, None).map(|_| ())
     }
 
     /// Checks that the ids of a column, starting at row `first`, belong to `buckets`, and are unique and sorted after

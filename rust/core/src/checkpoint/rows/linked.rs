@@ -48,9 +48,9 @@ impl OpenCheckpoint {
     pub fn segments_of(&self, module: &str, table: &str, buckets: &Range<u32>) -> Result<Option<LinkedSegments>> {
         let mut found = None;
         for rank in &self.ranks {
-            for share in rank.tables.iter().filter(|share| share.spec.module == module && share.spec.table == table) {
+            for share in rank.shares_of(module, table) {
                 let Some(set) = &share.segments else { continue };
-                let owned = share.bucket_begin..share.bucket_end;
+                let owned = share.buckets();
                 if owned == *buckets {
                     found = Some((rank, share, set));
                 } else if buckets.start.max(owned.start) < buckets.end.min(owned.end) {

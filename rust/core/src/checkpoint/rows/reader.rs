@@ -1,13 +1,12 @@
 //! Loads a checkpoint: manifests and headers first, then the rows of the buckets that a rank owns.
 
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::Builder;
 
 use super::counters::{CountsReader, CountsSink};
-use super::format::{GROUP_BYTES, group_rows};
-use super::input::{GroupReader, RowFileOffsets, StagedColumns};
+use super::format::{FileLayout, GROUP_BYTES, group_rows};
+use super::input::{DataFileRequest, GroupReader, RowFileOffsets, StagedColumns};
 use super::segment_rows::read_segments;
 use super::writer::RowSink;
 use crate::cache::{PickedRows, RowColumns};
@@ -16,8 +15,8 @@ use crate::checkpoint::dense::DenseReader;
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::{LatestCheckpoint, hold_to_read};
 use crate::checkpoint::manifest::manifests::{
-    CheckpointId, CheckpointKind, CheckpointManifest, DENSE_FILE, DataFile, DenseEntry, RankManifest, RankShare,
-    TableEntry, read_digested, read_manifest, read_ranks,
+    CheckpointId, CheckpointKind, CheckpointManifest, DENSE_FILE, DenseEntry, RankManifest, TableEntry, read_digested,
+    read_manifest, read_ranks,
 };
 use crate::checkpoint::manifest::spec::TableSpec;
 use crate::checkpoint::manifest::{MANIFEST_FILE, counts_file, data_file, inconsistent, table_dir};
@@ -123,10 +122,7 @@ impl OpenCheckpoint {
 
     /// The only rank with rows of a table, if there were several ranks; `None` otherwise.
     pub(crate) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
-        let has = |rank: &&RankManifest| {
-            rank.tables.iter().any(|share| share.spec.module == module && share.spec.table == table)
-        };
-        let mut owners = self.ranks.iter().filter(has);
+        let mut owners = self.ranks.iter().filter(|rank| rank.shares_of(module, table).next().is_some());
         match (owners.next(), owners.next()) {
             (Some(owner), None) if owner.world > 1 => Some(owner.rank),
             _ => None,
@@ -160,7 +156,7 @@ impl OpenCheckpoint {
         let dir = self.directory.join(table_dir(module, table));
         let (mut wanted, mut counts, mut segments) = (Vec::new(), Vec::new(), Vec::new());
         for rank in &self.ranks {
-            for share in rank.tables.iter().filter(|share| share.spec.module == module && share.spec.table == table) {
+            for share in rank.shares_of(module, table) {
                 let owned = buckets.start.max(share.bucket_begin)..buckets.end.min(share.bucket_end);
                 if owned.is_empty() {
                     continue;
@@ -188,18 +184,23 @@ impl OpenCheckpoint {
         })
     }
 
-    fn open_counts(&self, (path, share, file, owned): DataFileRequest<'_>) -> Result<CountsReader> {
+    fn open_counts(&self, request: DataFileRequest<'_>) -> Result<CountsReader> {
+        let share = request.1;
         let clicks = share.counts.as_ref().is_some_and(|counts| counts.clicks);
-        let group = GroupReader::open_counts(clicks, self.directory.engine(), path, share, file, owned)?;
-        Ok(CountsReader::new(group, share.bucket_begin, clicks))
+        let layout = FileLayout::of_counts(clicks, share.shape(request.2));
+        let group = GroupReader::open(layout, self.directory.engine(), request)?;
+        Ok(CountsReader { group, first: share.bucket_begin, clicks })
     }
 
     /// Checks several files in parallel: each needs a few small reads.
     fn open_groups(&self, requested: Vec<DataFileRequest<'_>>) -> Result<Vec<GroupReader>> {
         let mut groups: Vec<Option<GroupReader>> = requested.iter().map(|_| None).collect();
         let pieces = groups.iter_mut().zip(requested).collect();
-        for_each_piece(HEADERS, pieces, |(group, (path, share, file, owned))| {
-            *group = Some(GroupReader::open(self.directory.engine(), path, share, file, owned)?);
+        for_each_piece(HEADERS, pieces, |(group, request): (&mut Option<GroupReader>, DataFileRequest<'_>)| {
+            let spec = &request.1.spec;
+            let shape = request.1.shape(request.2);
+            let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, spec.precision, shape);
+            *group = Some(GroupReader::open(layout, self.directory.engine(), request)?);
             Ok(())
         })?;
         Ok(groups.into_iter().flatten().collect())
@@ -222,9 +223,6 @@ impl OpenCheckpoint {
         .at(self.directory().path()))
     }
 }
-
-/// A file: its path, its rank's shard of the table, its manifest entry, and the requested buckets.
-type DataFileRequest<'a> = (PathBuf, &'a RankShare, &'a DataFile, Range<u32>);
 
 /// Reads the rows of some buckets of one table.
 #[derive(Debug)]
@@ -304,12 +302,12 @@ impl TableReader {
 
     /// True if they count clicks.
     pub(crate) fn counts_clicks(&self) -> bool {
-        self.counts.iter().any(CountsReader::has_clicks)
+        self.counts.iter().any(|counts| counts.clicks)
     }
 
     /// Number of ids with counts.
     pub(crate) fn pending(&self) -> u64 {
-        self.counts.iter().map(CountsReader::ids).sum()
+        self.counts.iter().map(|counts| counts.group.rows.len() as u64).sum()
     }
 
     /// Reads and verifies the admission counts, and passes those of each bucket to `sink`. A bucket may be delivered in

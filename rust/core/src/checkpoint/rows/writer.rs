@@ -9,14 +9,14 @@ use crate::cache::{GroupGatherer, GroupSink};
 use crate::checkpoint::chunked_file::{ImageWriter, for_each_piece, write_file};
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::CheckpointName;
-use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, DataShape, DenseShare, RankManifest, RankShare};
+use crate::checkpoint::manifest::manifests::{DataFile, DataShape, DenseShare, RankManifest, RankShare};
 use crate::checkpoint::manifest::spec::TableSpec;
 use crate::checkpoint::manifest::{
     RankDigest, TOMBSTONES_PER_FILE, checksum, counts_file, data_file, rank_file, render, segment_file, table_dir,
 };
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, write_whole};
-use crate::lifecycle::{ExpirySweep, StepClock};
+use crate::lifecycle::ExpirySweep;
 use crate::rows::{RowHeader, RowList};
 use crate::ssd::SegmentSet;
 use crate::types::Id;
@@ -61,7 +61,7 @@ pub struct RankWriter {
     group_bytes: usize,
     manifest: RankManifest,
     /// True if admission counts of pending ids are written.
-    counts: bool,
+    pub(super) counts: bool,
 }
 
 impl RankWriter {
@@ -85,16 +85,11 @@ impl RankWriter {
         self.manifest.dense = Some(dense);
     }
 
-    /// Omits the admission counts of pending ids.
+    /// Omits the admission counts of pending ids, unless `counts`.
     #[must_use]
-    pub fn without_counts(mut self) -> Self {
-        self.counts = false;
+    pub fn with_counts(mut self, counts: bool) -> Self {
+        self.counts = counts;
         self
-    }
-
-    /// True if admission counts of pending ids are written.
-    pub(crate) fn writes_counts(&self) -> bool {
-        self.counts
     }
 
     /// Limits groups to `bytes`, and at least one row. The default and maximum is [`GROUP_BYTES`].
@@ -148,19 +143,17 @@ impl RankWriter {
         rows: &mut RowChunks<'_>,
         changes: DeltaChanges<'_>,
     ) -> Result<u64> {
-        self.write_changed_groups(spec, buckets, &mut |sink| gather_groups(rows, sink), changes)
+        let written = self.write_table(spec, buckets, rows)?;
+        self.add_changes(changes)?;
+        Ok(written)
     }
 
-    /// Like [`Self::write_changes`], from a source of groups.
-    pub(crate) fn write_changed_groups(
-        &mut self,
-        spec: TableSpec,
-        buckets: Range<u32>,
-        rows: &mut RowGroups<'_>,
-        changes: DeltaChanges<'_>,
-    ) -> Result<u64> {
-        let bucketing = spec.bucketing();
-        let written = self.write_groups(spec, buckets.clone(), rows)?;
+    /// Adds the changes of a delta to the table written last, whose rows are those modified since the parent.
+    pub(crate) fn add_changes(&mut self, changes: DeltaChanges<'_>) -> Result<()> {
+        let share = self.last_table();
+        share.total_rows = changes.total_rows;
+        changes.sweeps.clone_into(&mut share.sweeps);
+        let (bucketing, buckets) = (share.spec.bucketing(), share.buckets());
         let mut tombstones: Vec<(u32, u64)> =
             changes.tombstones.iter().map(|&id| (bucketing.of(id), id as u64)).collect();
         tombstones.sort_unstable();
@@ -173,8 +166,7 @@ impl RankWriter {
             let ids: Vec<Id> = chunk.iter().map(|(_, id)| *id as Id).collect();
             self.append_file(|spec, buckets| tombstone_file(spec, buckets, &ids))?;
         }
-        self.set_changes(changes.total_rows, changes.sweeps);
-        Ok(written)
+        Ok(())
     }
 
     /// Checks that a table can be written, and creates its directory.
@@ -186,8 +178,7 @@ impl RankWriter {
                 format!("table {:?}: buckets {buckets:?} are not within 0..{}", spec.table, spec.total_num_buckets),
             ));
         }
-        let same = |share: &&RankShare| share.spec.module == spec.module && share.spec.table == spec.table;
-        if self.manifest.tables.iter().find(same).is_some() {
+        if self.manifest.shares_of(&spec.module, &spec.table).next().is_some() {
             return Err(Error::new(
                 Kind::Input,
                 format!("table {:?} of module {:?} is written twice", spec.table, spec.module),
@@ -215,51 +206,28 @@ impl RankWriter {
         Ok(linked)
     }
 
-    /// Adds a file, built as image and manifest entry by `make`, to the table written last.
-    fn append_file(
+    /// Returns the manifest entry of the table written last.
+    pub(crate) fn last_table(&mut self) -> &mut RankShare {
+        self.manifest.tables.last_mut().expect("a table was written")
+    }
+
+    /// Adds a file, built as image and manifest entry by `make`, to the table written last, or to its counts if those
+    /// were started.
+    pub(super) fn append_file(
         &mut self,
         make: impl FnOnce(&TableSpec, &Range<u32>) -> Result<(AlignedBuf, DataFile)>,
     ) -> Result<()> {
+        let (rank, world) = (self.manifest.rank, self.manifest.world);
         let share = self.manifest.tables.last_mut().expect("a table was written");
-        let (image, file) = make(&share.spec, &(share.bucket_begin..share.bucket_end))?;
+        let (image, file) = make(&share.spec, &share.buckets())?;
         let dir = self.directory.join(table_dir(&share.spec.module, &share.spec.table));
-        let name = data_file(self.manifest.rank, self.manifest.world, share.files.len());
-        write_file(self.directory.engine(), &dir.join(name), &image)?;
-        share.files.push(file);
-        Ok(())
-    }
-
-    /// Starts the counts of the table written last.
-    pub(crate) fn set_counts(&mut self, counts: CountsShare) {
-        self.manifest.tables.last_mut().expect("a table was written").counts = Some(counts);
-    }
-
-    /// Adds a file, built as image and manifest entry by `make`, to the counts of the table written last.
-    pub(crate) fn append_counts_file(
-        &mut self,
-        make: impl FnOnce(&TableSpec, &Range<u32>) -> Result<(AlignedBuf, DataFile)>,
-    ) -> Result<()> {
-        let share = self.manifest.tables.last_mut().expect("a table was written");
-        let (image, file) = make(&share.spec, &(share.bucket_begin..share.bucket_end))?;
-        let dir = self.directory.join(table_dir(&share.spec.module, &share.spec.table));
-        let files = &mut share.counts.as_mut().expect("its counts were started").files;
-        let name = counts_file(self.manifest.rank, self.manifest.world, files.len());
+        let (name, files) = match &mut share.counts {
+            Some(counts) => (counts_file(rank, world, counts.files.len()), &mut counts.files),
+            None => (data_file(rank, world, share.files.len()), &mut share.files),
+        };
         write_file(self.directory.engine(), &dir.join(name), &image)?;
         files.push(file);
         Ok(())
-    }
-
-    /// Sets the total row count of the shard written last, including rows that are in none of its files, and the sweeps
-    /// since its parent.
-    fn set_changes(&mut self, rows: u64, sweeps: &[ExpirySweep]) {
-        let share = self.manifest.tables.last_mut().expect("a table was written");
-        share.total_rows = rows;
-        sweeps.clone_into(&mut share.sweeps);
-    }
-
-    /// Sets the step times of the table written last.
-    pub(crate) fn set_clock(&mut self, clock: StepClock) {
-        self.manifest.tables.last_mut().expect("a table was written").clock = clock;
     }
 
     /// Makes this rank's part durable. The caller sends the digest to the coordinator.
