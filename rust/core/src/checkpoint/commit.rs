@@ -1,9 +1,8 @@
 //! The coordinator's part of a save: creates a checkpoint, publishes it as the latest one, and removes older ones.
 
-use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use super::chunked_file::WriterThreads;
 use super::directory::CheckpointDirectory;
 use super::manifest::{CHUNK_BYTES, FORMAT, MANIFEST_FILE, RankDigest, VERSION, checksum, render, seal};
 use super::retention::{remove_old_checkpoints, remove_stale_parts};
@@ -14,7 +13,6 @@ use crate::checkpoint::manifest::manifests::{
 };
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, LOCK_FILE, write_atomically, write_whole};
-use crate::runtime::memory::can_start_threads;
 
 /// Options of a save. By default the checkpoint is full, and no older one is kept.
 #[derive(Clone, Debug, Default)]
@@ -42,41 +40,10 @@ pub struct CheckpointSave {
     options: SaveOptions,
     /// Digest of `dense.json`, if the checkpoint has dense extents.
     dense: Option<RankDigest>,
-    early_sync: EarlySync,
+    /// Syncs the line that will be `LATEST`, and the name of the checkpoint's directory, while rows are written.
+    early_sync: WriterThreads,
     /// While this lock is held, no other save removes the directory.
     _lock: DirLock,
-}
-
-/// Syncs the line that will be `LATEST`, and the name of the checkpoint's directory, while rows are written.
-#[derive(Debug)]
-struct EarlySync(Option<JoinHandle<Result<()>>>);
-
-impl EarlySync {
-    fn begin(sync: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<Self> {
-        if !can_start_threads() {
-            return sync().map(|()| Self(None));
-        }
-        let sync = Arc::new(sync);
-        let background_sync = Arc::clone(&sync);
-        match Builder::new().name("embcache-name".into()).spawn(move || background_sync()) {
-            Ok(thread) => Ok(Self(Some(thread))),
-            Err(_) => sync().map(|()| Self(None)),
-        }
-    }
-
-    fn wait(&mut self) -> Result<()> {
-        let ended = self.0.take().map_or(Ok(Ok(())), JoinHandle::join);
-        ended.unwrap_or_else(|_| {
-            Err(Error::new(Kind::Storage, "the thread that syncs a checkpoint's name ended in a panic"))
-        })
-    }
-}
-
-impl Drop for EarlySync {
-    fn drop(&mut self) {
-        // An error has no effect: nothing that needs these names was published.
-        let _ = self.wait();
-    }
 }
 
 /// Returns the time in milliseconds since 1970; 0 if the clock is earlier.
@@ -120,11 +87,9 @@ impl CheckpointSave {
         let (dir, lock) = make_held(root, name)?;
         let line =
             write_whole(dir.engine(), &dir.join(LATEST_FILE), format!("{}\n", LatestCheckpoint { name }).as_bytes())?;
-        let early = {
-            let root = root.clone();
-            EarlySync::begin(move || line.sync().and_then(|()| root.sync()))?
-        };
-        Ok(Self { root: root.clone(), dir, name, options, dense: None, early_sync: early, _lock: lock })
+        let (early_sync, synced) = (WriterThreads::start(1), root.clone());
+        early_sync.run(move || line.sync().and_then(|()| synced.sync()))?;
+        Ok(Self { root: root.clone(), dir, name, options, dense: None, early_sync, _lock: lock })
     }
 
     /// Name of the new checkpoint, for the ranks' writers.
@@ -206,7 +171,7 @@ impl CheckpointSave {
         let mut sealed = seal(&render(&manifest)?);
         let latest = LatestCheckpoint { name: self.name };
         // Waits before taking the lock, because other saves wait for the lock.
-        self.early_sync.wait()?;
+        self.early_sync.end()?;
         {
             let _naming = lock_root(&self.root)?;
             if let Some(merged) = &merged {
@@ -288,7 +253,7 @@ impl CheckpointSave {
     /// Cancels the save and removes its files.
     pub fn abandon(mut self) -> Result<()> {
         // The directory is removed even if that sync failed.
-        let _ = self.early_sync.wait();
+        let _ = self.early_sync.end();
         self.dir.remove()
     }
 }

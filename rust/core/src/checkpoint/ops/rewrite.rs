@@ -135,7 +135,7 @@ pub fn make_for_serving(
         for entry in &from.manifest().tables {
             let spec = &entry.spec;
             let rows = from.table_reader(&spec.module, &spec.table, 0..spec.total_num_buckets)?.without_slots();
-            writer.write_rows_for_serving(&rows, precision, progress)?;
+            writer.write_merged_rows(spec.clone().for_serving(precision), &rows, None, progress)?;
         }
         writer.finish()
     };

@@ -11,7 +11,7 @@ use crate::checkpoint::rows::reader::TableReader;
 use crate::checkpoint::rows::writer::{DeltaChanges, RankWriter, RowSink};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
-use crate::rows::{RowHeader, WeightPrecision};
+use crate::rows::RowHeader;
 use crate::ssd::LinkedBytes;
 use crate::types::Id;
 
@@ -92,19 +92,9 @@ impl RankWriter {
         })
     }
 
-    /// Writes the rows of a chain of checkpoints into a serving checkpoint. `progress` is called with numbers of rows;
-    /// an error from it aborts the work.
-    pub(super) fn write_rows_for_serving(
-        &mut self,
-        chain: &ChainReader,
-        precision: WeightPrecision,
-        progress: &mut dyn FnMut(u64) -> Result<()>,
-    ) -> Result<()> {
-        self.write_merged_rows(chain.spec().clone().for_serving(precision), chain, None, progress)
-    }
-
-    /// Writes the rows of a chain of checkpoints, and collects its admission counts in `counts`.
-    fn write_merged_rows(
+    /// Writes the rows of a chain of checkpoints, and collects its admission counts in `counts`. `progress` is called
+    /// with numbers of rows; an error from it aborts the work.
+    pub(super) fn write_merged_rows(
         &mut self,
         spec: TableSpec,
         chain: &ChainReader,

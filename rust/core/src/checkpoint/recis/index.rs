@@ -8,62 +8,30 @@ use super::layout::{OrderedFields, RecisShard, render};
 use super::manifest::{RecisBlockEntry, RecisShardManifest, RecisTableShare};
 use crate::error::{Error, Kind, Result};
 
-/// RecIS indexes of a save.
-pub(crate) struct RecisIndexes {
-    /// Maps block names in the files to RecIS block names.
-    pub(crate) names: Vec<u8>,
-    /// Maps blocks to files.
-    pub(crate) files: Vec<u8>,
-}
-
 #[derive(Serialize)]
-struct RecisFileIndex<'a> {
-    file_index: OrderedFields<'a, usize>,
-    block_index: OrderedFields<'a, usize>,
+struct RecisFileIndex {
+    file_index: OrderedFields<usize>,
+    block_index: OrderedFields<usize>,
 }
 
-/// Values by name, in order of first insertion.
-struct InsertionOrderMap<V> {
-    entries: Vec<(String, V)>,
-    positions: HashMap<String, usize>,
-}
-
-impl<V> InsertionOrderMap<V> {
-    fn new() -> Self {
-        Self { entries: Vec::new(), positions: HashMap::new() }
-    }
-
-    fn set(&mut self, name: String, value: V) {
-        if let Some(&at) = self.positions.get(&name) {
-            self.entries[at].1 = value;
-            return;
+/// Builds the RecIS indexes of a save from the manifests of all shards, ordered by shard index, which make complete
+/// tables. The first one maps block names in the files to RecIS block names, the second one blocks to files.
+pub(crate) fn build_indexes(manifests: &[RecisShardManifest]) -> Result<[Vec<u8>; 2]> {
+    let (mut names, mut file_of, mut files, mut numbers) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
+    for (index, manifest) in manifests.iter().enumerate() {
+        let shard = RecisShard { index: index as u32, count: manifests.len() as u32 };
+        for block in &manifest.blocks {
+            let number = *numbers.entry((index, block.file)).or_insert_with(|| {
+                files.push((shard.data_file(block.file, manifest.parallel), files.len()));
+                files.len() - 1
+            });
+            let (part, full) = names_of(block, manifest, shard);
+            names.push((part.clone(), full));
+            file_of.push((part, number));
         }
-        self.positions.insert(name.clone(), self.entries.len());
-        self.entries.push((name, value));
     }
-}
-
-impl RecisIndexes {
-    /// Builds the indexes from the manifests of all shards, ordered by shard index. The shards must make complete
-    /// tables.
-    pub(crate) fn new(manifests: &[RecisShardManifest]) -> Result<Self> {
-        let (mut names, mut file_of) = (InsertionOrderMap::new(), InsertionOrderMap::new());
-        let mut files: InsertionOrderMap<usize> = InsertionOrderMap::new();
-        for (index, manifest) in manifests.iter().enumerate() {
-            let shard = RecisShard { index: index as u32, count: manifests.len() as u32 };
-            for block in &manifest.blocks {
-                let file = shard.data_file(block.file, manifest.parallel);
-                let number = files.positions.get(&file).copied().unwrap_or(files.entries.len());
-                files.set(file, number);
-                let (part, full) = names_of(block, manifest, shard);
-                names.set(part.clone(), full);
-                file_of.set(part, number);
-            }
-        }
-        let index =
-            RecisFileIndex { file_index: OrderedFields(&files.entries), block_index: OrderedFields(&file_of.entries) };
-        Ok(Self { names: render(&OrderedFields(&names.entries))?, files: render(&index)? })
-    }
+    let index = RecisFileIndex { file_index: OrderedFields(files), block_index: OrderedFields(file_of) };
+    Ok([render(&OrderedFields(names))?, render(&index)?])
 }
 
 /// Returns a block's name in its file, and its RecIS name.

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use serde::Serialize;
-use serde::ser::{SerializeMap as _, Serializer};
+use serde::Serializer;
 use serde_json::ser::PrettyFormatter;
 
 use crate::checkpoint::chunked_file::{check_crc32c, check_length};
@@ -15,7 +15,7 @@ use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::CheckpointName;
 use crate::checkpoint::rows::format::pad_header;
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, IoEngine, IoFile, IoOpenMode};
+use crate::io::{ALIGNMENT, IoEngine, IoFile, IoOpenMode, read_file};
 
 /// The file that names the latest complete save.
 pub(crate) const LATEST_FILE: &str = "LATEST.blocks";
@@ -27,24 +27,12 @@ pub(crate) const INDEX_FILE: &str = "index";
 pub(crate) const NAMES_FILE: &str = "tensorkey.json";
 /// Larger manifests are rejected before they are read.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
-/// Bytes per element of each safetensors dtype.
-const ELEMENT_BYTES: [(&str, u64); 16] = [
-    ("F64", 8),
-    ("I64", 8),
-    ("U64", 8),
-    ("C64", 8),
-    ("F32", 4),
-    ("I32", 4),
-    ("U32", 4),
-    ("F16", 2),
-    ("BF16", 2),
-    ("I16", 2),
-    ("U16", 2),
-    ("I8", 1),
-    ("U8", 1),
-    ("BOOL", 1),
-    ("F8_E4M3", 1),
-    ("F8_E5M2", 1),
+/// The safetensors dtypes, by bytes per element.
+const DTYPES_BY_WIDTH: [(u64, &[&str]); 4] = [
+    (8, &["F64", "I64", "U64", "C64"]),
+    (4, &["F32", "I32", "U32"]),
+    (2, &["F16", "BF16", "I16", "U16"]),
+    (1, &["I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"]),
 ];
 /// Name prefix, before a number, of zero tensors used as padding. If a tensor has this prefix, `_` is prepended until
 /// none has it.
@@ -157,7 +145,7 @@ impl LatestRecisSave {
             let latest = Self { name: name.parse().ok()?, manifest_crc32c };
             (latest.to_string() == line).then_some(latest)
         };
-        let latest = read_utf8_line(&bytes).and_then(parse);
+        let latest = std::str::from_utf8(&bytes).ok().and_then(|text| text.strip_suffix('\n')).and_then(parse);
         latest.map(Some).ok_or_else(|| {
             let found = String::from_utf8_lossy(&bytes[..bytes.len().min(80)]).into_owned();
             Error::corruption(&path, 0, "the line", "the name of a save and a checksum", format!("{found:?}"))
@@ -187,7 +175,7 @@ pub(crate) struct RecisTensor {
 impl RecisTensor {
     /// Returns a message if the dtype is unknown or the tensor is too large.
     pub(crate) fn new(name: String, dtype: &str, shape: Vec<u64>) -> Result<Self, String> {
-        let width = ELEMENT_BYTES.iter().find(|(known, _)| *known == dtype).map(|(_, width)| *width);
+        let width = DTYPES_BY_WIDTH.iter().find(|(_, dtypes)| dtypes.contains(&dtype)).map(|(width, _)| *width);
         let width = width.ok_or_else(|| format!("{name:?} is of the type {dtype:?}, which is not known"))?;
         let elements = shape.iter().try_fold(1_u64, |all, &length| all.checked_mul(length));
         let bytes = elements.and_then(|elements| elements.checked_mul(width)).filter(|&bytes| bytes < 1 << 62);
@@ -240,7 +228,7 @@ impl RecisFileLayout {
                 at += zeros[0];
             }
         }
-        let text = serde_json::to_vec(&OrderedFields(&described)).map_err(|error| error.to_string())?;
+        let text = serde_json::to_vec(&OrderedFields(described)).map_err(|error| error.to_string())?;
         let header = pad_header(&text, 0);
         let length = header.len() as u64;
         let starts = offsets.into_iter().map(|(name, offset)| (name, length + offset)).collect();
@@ -296,14 +284,13 @@ struct TensorHeaderEntry<'a> {
     data_offsets: [u64; 2],
 }
 
-/// Serializes as a JSON object with its fields in list order.
-pub(crate) struct OrderedFields<'a, V>(pub(crate) &'a [(String, V)]);
+/// The fields of a JSON object, in their order.
+#[derive(Debug)]
+pub(crate) struct OrderedFields<V>(pub(crate) Vec<(String, V)>);
 
-impl<V: Serialize> Serialize for OrderedFields<'_, V> {
+impl<V: Serialize> Serialize for OrderedFields<V> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(self.0.len()))?;
-        self.0.iter().try_for_each(|(name, value)| map.serialize_entry(name, value))?;
-        map.end()
+        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
     }
 }
 
@@ -314,23 +301,20 @@ pub(crate) fn whole_pages(bytes: u64) -> u64 {
 
 /// Opens a regular file of a complete save. Returns `Corruption` if it is missing or not a regular file.
 pub(crate) fn open_file(engine: &dyn IoEngine, path: &Path) -> Result<Arc<dyn IoFile>> {
-    engine.open(path, IoOpenMode::Read).map_err(|error| match error.errno() {
+    engine.open(path, IoOpenMode::Read).map_err(|error| missing_file_error(path, error))
+}
+
+/// Reads an entire file of at most `limit` bytes. Errors as [`open_file`].
+pub(crate) fn read_small(engine: &dyn IoEngine, path: &Path, limit: u64) -> Result<Vec<u8>> {
+    read_file(engine, path, limit).map_err(|error| missing_file_error(path, error))
+}
+
+fn missing_file_error(path: &Path, error: Error) -> Error {
+    match error.errno() {
         Some(libc::ENOENT) => Error::corruption(path, 0, "what is there", "a file", "nothing"),
         Some(libc::ENXIO) => Error::corruption(path, 0, "what is there", "a regular file", "a socket or a pipe"),
         _ => error,
-    })
-}
-
-/// Reads an entire file of at most `limit` bytes.
-pub(crate) fn read_small(engine: &dyn IoEngine, path: &Path, limit: u64) -> Result<Vec<u8>> {
-    let file = open_file(engine, path)?;
-    let len = file.len()?;
-    if len > limit {
-        return Err(Error::corruption(path, 0, "the file's length", format!("at most {limit}"), len));
     }
-    let mut bytes = vec![0; len as usize];
-    file.read_at(0, &mut bytes)?;
-    Ok(bytes)
 }
 
 /// Reads a manifest whose checksum is `expected`.
@@ -338,11 +322,6 @@ pub(crate) fn read_checked(engine: &dyn IoEngine, path: &Path, expected: u32) ->
     let bytes = read_small(engine, path, MAX_MANIFEST_BYTES)?;
     check_crc32c(path, 0, || "the checksum", &bytes, expected)?;
     Ok(bytes)
-}
-
-/// Decodes a file of one line and strips its newline.
-fn read_utf8_line(bytes: &[u8]) -> Option<&str> {
-    std::str::from_utf8(bytes).ok()?.strip_suffix('\n')
 }
 
 /// Formats a manifest: JSON with one blank per level and a final newline.

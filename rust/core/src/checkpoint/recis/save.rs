@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use serde::{Deserialize, Serialize};
 
-use super::index::{RecisIndexes, check_complete};
+use super::index::{build_indexes, check_complete};
 use super::layout::{
     BEGUN_FILE, INDEX_FILE, LATEST_FILE, LatestRecisSave, MAX_MANIFEST_BYTES, NAMES_FILE, OrderedFields,
     RecisFileLayout, RecisSaveName, RecisShard, RecisTensor, TensorSpacing, list_saves, read_small, render,
@@ -61,34 +61,23 @@ pub enum RecisShardOutcome {
 }
 
 /// `begun.json`.
-#[derive(Serialize)]
-struct BegunRecord<'a> {
-    shards: u32,
-    steps: OrderedFields<'a, u64>,
-}
-
-/// `begun.json`, deserialized.
-#[derive(Deserialize)]
-struct ParsedBegunRecord {
+#[derive(Serialize, Deserialize)]
+struct BegunRecord {
     shards: u32,
     #[serde(deserialize_with = "in_order")]
-    steps: Vec<(String, u64)>,
+    steps: OrderedFields<u64>,
 }
 
 /// Deserializes the fields of a JSON object in their order.
-fn in_order<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<(String, u64)>, D::Error> {
+fn in_order<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<OrderedFields<u64>, D::Error> {
     struct OrderedFieldsVisitor;
     impl<'de> serde::de::Visitor<'de> for OrderedFieldsVisitor {
-        type Value = Vec<(String, u64)>;
+        type Value = OrderedFields<u64>;
         fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
             f.write_str("an object of numbers")
         }
         fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-            let mut fields = Vec::new();
-            while let Some(field) = map.next_entry()? {
-                fields.push(field);
-            }
-            Ok(fields)
+            std::iter::from_fn(|| map.next_entry().transpose()).collect::<Result<_, _>>().map(OrderedFields)
         }
     }
     deserializer.deserialize_map(OrderedFieldsVisitor)
@@ -153,7 +142,7 @@ impl RecisSave {
         steps: &[(String, u64)],
     ) -> Result<Option<Self>> {
         let dir = name.dir(root);
-        let Some(ParsedBegunRecord { shards, steps: mut known }) = read_begun(&dir)? else {
+        let Some(BegunRecord { shards, steps: OrderedFields(mut known) }) = read_begun(&dir)? else {
             return Ok(None);
         };
         let other = |(table, step): &(String, u64)| known.iter().any(|(name, known)| name == table && known != step);
@@ -173,7 +162,7 @@ impl RecisSave {
             steps.iter().filter(|(table, _)| known.iter().all(|(name, _)| name != table)).cloned().collect();
         if !more.is_empty() {
             known.extend(more);
-            let begun = BegunRecord { shards, steps: OrderedFields(&known) };
+            let begun = BegunRecord { shards, steps: OrderedFields(known) };
             write_atomically(dir.engine(), &dir.join(BEGUN_FILE), &render(&begun)?)?;
         }
         Ok(Some(Self { root: root.clone(), dir, name, shard, _held: held }))
@@ -224,9 +213,9 @@ impl RecisSave {
         let (checksums, manifests): (Vec<u32>, Vec<RecisShardManifest>) =
             self.shard.all().map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
         check_complete(&manifests)?;
-        let indexes = RecisIndexes::new(&manifests)?;
-        write_atomically(engine, &dir.join(NAMES_FILE), &indexes.names)?;
-        write_atomically(engine, &dir.join(INDEX_FILE), &indexes.files)?;
+        let [names, files] = build_indexes(&manifests)?;
+        write_atomically(engine, &dir.join(NAMES_FILE), &names)?;
+        write_atomically(engine, &dir.join(INDEX_FILE), &files)?;
         let manifest = render(&RecisSaveManifest::new(checksums))?;
         write_atomically(engine, &dir.join(MANIFEST_FILE), &manifest)?;
         let latest = LatestRecisSave { name: self.name, manifest_crc32c: crc32c::crc32c(&manifest) };
@@ -254,12 +243,12 @@ fn create_save(
 ) -> Result<()> {
     dir.make()?;
     root.sync()?;
-    let begun = BegunRecord { shards: shard.count, steps: OrderedFields(steps) };
+    let begun = BegunRecord { shards: shard.count, steps: OrderedFields(steps.to_vec()) };
     write_atomically(dir.engine(), &dir.join(BEGUN_FILE), &render(&begun)?)
 }
 
 /// Reads `begun.json` of the save in `dir`; returns `None` if it is missing or corrupted.
-fn read_begun(dir: &CheckpointDirectory) -> Result<Option<ParsedBegunRecord>> {
+fn read_begun(dir: &CheckpointDirectory) -> Result<Option<BegunRecord>> {
     if !dir.has(BEGUN_FILE)? {
         return Ok(None);
     }

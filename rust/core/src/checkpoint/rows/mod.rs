@@ -6,6 +6,5 @@ pub(crate) mod group;
 pub(crate) mod input;
 pub(crate) mod linked;
 pub(crate) mod reader;
-pub(crate) mod segment_rows;
 pub(crate) mod sort;
 pub(crate) mod writer;

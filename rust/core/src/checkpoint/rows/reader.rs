@@ -7,7 +7,7 @@ use std::thread::Builder;
 use super::counters::{CountsReader, CountsSink};
 use super::format::{FileLayout, GROUP_BYTES, group_rows};
 use super::input::{DataFileRequest, GroupReader, RowFileOffsets, StagedColumns};
-use super::segment_rows::read_segments;
+use super::linked::read_segments;
 use super::writer::RowSink;
 use crate::cache::{PickedRows, RowColumns};
 use crate::checkpoint::chunked_file::for_each_piece;

@@ -121,7 +121,6 @@ impl RankWriter {
             small_group_rows: small,
             max_group_rows: capacity,
             next_group_rows: capacity,
-            image_bytes: None,
             format,
             path,
             written_files: Vec::new(),
@@ -276,18 +275,10 @@ struct RowFileWriter<'a, P> {
     max_group_rows: usize,
     /// Maximum number of rows of the next group.
     next_group_rows: usize,
-    /// Cached size of a file with `next_group_rows` rows.
-    image_bytes: Option<usize>,
     written_files: Vec<DataFile>,
 }
 
 impl<P> RowFileWriter<'_, P> {
-    fn image_bytes(&mut self) -> Result<usize> {
-        let bytes = self.image_bytes.map_or_else(|| self.format.file_bytes(self.next_group_rows), Ok)?;
-        self.image_bytes = Some(bytes);
-        Ok(bytes)
-    }
-
     /// Makes later groups smaller. Returns the error if they are small already.
     fn shrink(&mut self, refused: Error) -> Result<()> {
         if refused.kind() != Kind::Memory || self.next_group_rows <= MIN_GROUP_ROWS {
@@ -295,7 +286,6 @@ impl<P> RowFileWriter<'_, P> {
         }
         self.next_group_rows /= 2;
         self.max_group_rows = self.next_group_rows;
-        self.image_bytes = None;
         Ok(())
     }
 }
@@ -307,12 +297,11 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, P> {
 
     fn expect_rows(&mut self, rows: usize) {
         self.next_group_rows = rows.div_ceil(PARALLEL_FILES).max(self.small_group_rows).min(self.max_group_rows);
-        self.image_bytes = None;
     }
 
     fn wait_for_space(&mut self) -> Result<usize> {
         loop {
-            let bytes = self.image_bytes()?;
+            let bytes = self.format.file_bytes(self.next_group_rows)?;
             match self.output.wait_for_buffer(bytes) {
                 Ok(()) => return Ok(self.next_group_rows),
                 Err(refused) => self.shrink(refused)?,
@@ -324,7 +313,7 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, P> {
         let mut begin = 0;
         while begin < rows.len() {
             let part = rows.range(begin..rows.len().min(begin + self.next_group_rows));
-            let bytes = self.image_bytes()?;
+            let bytes = self.format.file_bytes(self.next_group_rows)?;
             let encoded = self.output.buffer(bytes).and_then(|mut image| match self.format.write(part, &mut image) {
                 Ok(file) => Ok((image, file)),
                 Err(error) => {
