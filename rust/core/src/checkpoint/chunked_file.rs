@@ -117,7 +117,8 @@ pub(crate) struct ImageWriter {
     threads: WriterThreads,
     /// Returns the buffers of images that are not in use by a thread.
     returned: (Sender<AlignedBuf>, Receiver<AlignedBuf>),
-    free: Vec<AlignedBuf>,
+    /// The unused buffers.
+    pub(crate) free: Vec<AlignedBuf>,
     /// Maximum number of images that exist at once.
     max_images: usize,
     in_flight: usize,
@@ -170,11 +171,6 @@ impl ImageWriter {
     pub(crate) fn buffer(&mut self, len: usize) -> Result<AlignedBuf> {
         self.wait_for_buffer(len)?;
         Ok(self.free.pop().expect("waited for"))
-    }
-
-    /// Returns an unused buffer to the free list.
-    pub(crate) fn give_back(&mut self, buffer: AlignedBuf) {
-        self.free.push(buffer);
     }
 
     /// Writes the first `len` bytes of `buffer` to the file `path`.

@@ -33,9 +33,9 @@ pub struct SaveOptions {
 /// A save in progress. If dropped without [`Self::publish`], it leaves a directory that the next save removes.
 #[derive(Debug)]
 pub struct CheckpointSave {
-    root: CheckpointDirectory,
+    pub(crate) root: CheckpointDirectory,
     /// The checkpoint's own directory.
-    dir: CheckpointDirectory,
+    pub(crate) dir: CheckpointDirectory,
     name: CheckpointName,
     options: SaveOptions,
     /// Digest of `dense.json`, if the checkpoint has dense extents.
@@ -95,16 +95,6 @@ impl CheckpointSave {
     /// Name of the new checkpoint, for the ranks' writers.
     pub fn name(&self) -> CheckpointName {
         self.name
-    }
-
-    /// The directory of checkpoints.
-    pub(crate) fn root(&self) -> &CheckpointDirectory {
-        &self.root
-    }
-
-    /// The checkpoint's own directory.
-    pub(crate) fn dir(&self) -> &CheckpointDirectory {
-        &self.dir
     }
 
     /// Writes the caller's description of the ranks' dense extents. With it the checkpoint has dense state.

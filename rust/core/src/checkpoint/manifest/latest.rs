@@ -169,13 +169,18 @@ pub(crate) fn hold_recis_root(
     }
 }
 
-/// Locks the directory `dir` for removal; returns `None` if it is being read, or written by shards of a RecIS-format
-/// save.
-pub(crate) fn hold_unread(dir: &CheckpointDirectory) -> Result<Option<DirLock>> {
-    match dir.hold(DirLockPurpose::ToRemove) {
+/// Returns a lock, or `None` if it conflicts with one that is held.
+pub(crate) fn unless_in_use<T>(lock: Result<T>) -> Result<Option<T>> {
+    match lock {
         Err(error) if error.kind() == Kind::InUse => Ok(None),
         held => held.map(Some),
     }
+}
+
+/// Locks the directory `dir` for removal; returns `None` if it is being read, or written by shards of a RecIS-format
+/// save.
+pub(crate) fn hold_unread(dir: &CheckpointDirectory) -> Result<Option<DirLock>> {
+    unless_in_use(dir.hold(DirLockPurpose::ToRemove))
 }
 
 /// Creates the directory `name` in `root` and locks it. Removals wait for this call, so that they never see a created
@@ -193,8 +198,5 @@ pub(crate) fn hold_to_remove(root: &CheckpointDirectory, dir: &CheckpointDirecto
     let _no_creation = lock_root(root)?;
     // This lock is taken first because the other one creates a file, which must not happen in a checkpoint that stays.
     let Some(unread) = hold_unread(dir)? else { return Ok(None) };
-    match dir.lock() {
-        Err(error) if error.kind() == Kind::InUse => Ok(None),
-        held => held.map(|unwritten| Some([unread, unwritten])),
-    }
+    Ok(unless_in_use(dir.lock())?.map(|unwritten| [unread, unwritten]))
 }

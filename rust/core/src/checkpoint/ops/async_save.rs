@@ -53,12 +53,15 @@ pub struct AsyncSaveTable {
     pub base: Option<BaseCheckpoint>,
 }
 
+/// A snapshot of a table, with the path of its module and its hyperparameters.
+type ModuleSnapshot = (String, TableSnapshot, BTreeMap<String, f64>);
+
 /// A snapshot of one rank's tables, and the writer of its part of the checkpoint. Dropping it releases the snapshot;
 /// the next save removes files already written.
 #[derive(Debug)]
 pub struct RankSnapshot {
     writer: RankWriter,
-    tables: VecDeque<(String, TableSnapshot, BTreeMap<String, f64>)>,
+    tables: VecDeque<ModuleSnapshot>,
     images: Arc<PreImages>,
     limiter: WriteRateLimiter,
 }
@@ -150,19 +153,11 @@ impl WriteRateLimiter {
 pub struct CheckpointPart {
     directory: CheckpointDirectory,
     name: PartName,
-    writer: Option<RankWriter>,
-    dense_writer: Option<DenseWriter>,
-    snapshots: Vec<PartTableSnapshot>,
+    /// Writers of the tables and of the dense extents; `None` after they have finished.
+    writers: Option<(RankWriter, DenseWriter)>,
+    snapshots: Vec<ModuleSnapshot>,
     /// While this lock is held no save removes the part.
     _lock: DirLock,
-}
-
-/// A snapshot of a table, with the path of its module.
-#[derive(Debug)]
-struct PartTableSnapshot {
-    module: String,
-    snapshot: TableSnapshot,
-    hyperparameters: BTreeMap<String, f64>,
 }
 
 impl CheckpointPart {
@@ -175,20 +170,13 @@ impl CheckpointPart {
         root.sync()?;
         let writer = RankWriter::in_dir(directory.clone(), name.to_string(), PART_RANK, PART_WORLD);
         let extents = DenseWriter::new(&directory, PART_RANK, PART_WORLD, expected_bytes);
-        Ok(Self {
-            directory,
-            name,
-            writer: Some(writer),
-            dense_writer: Some(extents),
-            snapshots: Vec::new(),
-            _lock: lock,
-        })
+        Ok(Self { directory, name, writers: Some((writer, extents)), snapshots: Vec::new(), _lock: lock })
     }
 
     /// See [`DenseWriter::with_file_bytes`].
     #[must_use]
     pub fn with_file_bytes(mut self, bytes: u64) -> Self {
-        self.dense_writer = self.dense_writer.map(|extents| extents.with_file_bytes(bytes));
+        self.writers = self.writers.map(|(writer, extents)| (writer, extents.with_file_bytes(bytes)));
         self
     }
 
@@ -199,12 +187,12 @@ impl CheckpointPart {
 
     /// Writer of the part's tables.
     pub fn rank_writer(&mut self) -> Result<&mut RankWriter> {
-        self.writer.as_mut().ok_or_else(part_finished_error)
+        self.writers.as_mut().map(|(writer, _)| writer).ok_or_else(part_finished_error)
     }
 
     /// Writer of the part's dense extents.
     pub fn dense_writer(&mut self) -> Result<&mut DenseWriter> {
-        self.dense_writer.as_mut().ok_or_else(part_finished_error)
+        self.writers.as_mut().map(|(_, extents)| extents).ok_or_else(part_finished_error)
     }
 
     /// Takes a snapshot of tables. Rows trained after this call have `next_epoch`. Each table is passed with the path
@@ -218,16 +206,16 @@ impl CheckpointPart {
         let images = Arc::new(PreImages::new(self.directory.shared_engine(), path, PRE_IMAGE_BYTES, tables.len()));
         for (module, table, hyperparameters) in tables {
             let snapshot = table.snapshot(&images, next_epoch)?;
-            self.snapshots.push(PartTableSnapshot { module, snapshot, hyperparameters });
+            self.snapshots.push((module, snapshot, hyperparameters));
         }
         Ok(())
     }
 
     /// Writes the snapshots of tables while training continues. Returns the number of rows.
     pub fn write_snapshots(&mut self) -> Result<u64> {
-        let writer = self.writer.as_mut().ok_or_else(part_finished_error)?;
+        let (writer, _) = self.writers.as_mut().ok_or_else(part_finished_error)?;
         let mut rows = 0;
-        for PartTableSnapshot { module, snapshot, hyperparameters } in self.snapshots.drain(..) {
+        for (module, snapshot, hyperparameters) in self.snapshots.drain(..) {
             rows += writer.write_snapshot(&module, snapshot, hyperparameters, &mut WriteRateLimiter::new(None))?.0;
         }
         Ok(rows)
@@ -235,7 +223,7 @@ impl CheckpointPart {
 
     /// Makes everything durable.
     pub fn finish(&mut self) -> Result<RankDigest> {
-        let (mut writer, extents) = self.writer.take().zip(self.dense_writer.take()).ok_or_else(part_finished_error)?;
+        let (mut writer, extents) = self.writers.take().ok_or_else(part_finished_error)?;
         writer.set_dense(extents.finish()?);
         writer.finish()
     }
@@ -243,7 +231,7 @@ impl CheckpointPart {
     /// Cancels the part and removes its files.
     pub fn abandon(mut self) -> Result<()> {
         // Dropping the writers waits for their threads, so that nothing is written afterwards.
-        drop((self.writer.take(), self.dense_writer.take(), std::mem::take(&mut self.snapshots)));
+        drop((self.writers.take(), std::mem::take(&mut self.snapshots)));
         self.directory.remove()
     }
 }
@@ -259,7 +247,7 @@ impl CheckpointSave {
     /// Errors: `Path` or `Permission` if the directory has changed since a part was created in it, for example if it
     /// was replaced by a link.
     pub fn directory_of_parts(&self, path: &Path) -> Result<CheckpointDirectory> {
-        if path == self.root().path() { Ok(self.root().clone()) } else { self.root().reopen_to_save(path) }
+        if path == self.root.path() { Ok(self.root.clone()) } else { self.root.reopen_to_save(path) }
     }
 
     /// Adopts the parts that `rank` of `world` wrote. At most one of them has dense extents. Each is passed with the
@@ -271,10 +259,13 @@ impl CheckpointSave {
         parts: &[(CheckpointDirectory, PartName, RankDigest)],
     ) -> Result<RankDigest> {
         parts.iter().try_for_each(|(root, ..)| root.check_to_save())?;
-        let dir = self.dir();
+        let dir = &self.dir;
         let mut adopted = RankManifest::new(self.name().to_string(), rank, world);
+        let renamed = |name: fn(u32, u32, usize) -> String, files: usize| {
+            (0..files).map(move |n| (name(PART_RANK, PART_WORLD, n), name(rank, world, n)))
+        };
         for (root, name, digest) in parts {
-            let (from, engine) = (root.subdirectory(name), self.root().engine_with(root)?);
+            let (from, engine) = (root.subdirectory(name), self.root.engine_with(root)?);
             let path = from.join(rank_file(PART_RANK, PART_WORLD));
             let part: RankManifest = parse(&read_digested(from.engine(), &path, digest)?, &path)?;
             if part.name != name.to_string() || (part.rank, part.world) != (PART_RANK, PART_WORLD) {
@@ -282,16 +273,13 @@ impl CheckpointSave {
             }
             for share in part.tables {
                 let table = table_dir(&share.spec.module, &share.spec.table);
-                let files =
-                    (0..share.files.len()).map(|n| (data_file(PART_RANK, PART_WORLD, n), data_file(rank, world, n)));
-                let of_counts = 0..share.counts.as_ref().map_or(0, |counts| counts.files.len());
-                let counts = of_counts.map(|n| (counts_file(PART_RANK, PART_WORLD, n), counts_file(rank, world, n)));
-                move_files(&*engine, &from.join(&table), &dir.join(&table), files.chain(counts))?;
+                let of_counts = share.counts.as_ref().map_or(0, |counts| counts.files.len());
+                let files = renamed(data_file, share.files.len()).chain(renamed(counts_file, of_counts));
+                move_files(&*engine, &from.join(&table), &dir.join(&table), files)?;
                 adopted.tables.push(share);
             }
             if let Some(dense) = part.dense.filter(|dense| dense.bytes() > 0) {
-                let files = (0..dense.files.len())
-                    .map(|n| (dense_data_file(PART_RANK, PART_WORLD, n), dense_data_file(rank, world, n)));
+                let files = renamed(dense_data_file, dense.files.len());
                 move_files(&*engine, &from.join(DENSE_DIR), &dir.join(DENSE_DIR), files)?;
                 if adopted.dense.replace(dense).is_some() {
                     return Err(Error::new(Kind::Input, format!("rank {rank} has two parts with extents")));

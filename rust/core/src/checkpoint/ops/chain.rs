@@ -13,7 +13,6 @@ use crate::checkpoint::manifest::spec::TableSpec;
 use crate::checkpoint::rows::counters::MergedCounts;
 use crate::checkpoint::rows::reader::{OpenCheckpoint, TableReader};
 use crate::checkpoint::rows::writer::RowSink;
-use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
 use crate::index::IdHash;
 use crate::lifecycle::{BucketCounts, ExpirySweep, OovRow, StepClock};
@@ -139,11 +138,6 @@ impl CheckpointChain {
         self.links[0].table(module, table)
     }
 
-    /// The only rank that had rows of a table when the latest checkpoint was saved, if several ranks saved it.
-    pub(crate) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
-        self.links[0].only_rank(module, table)
-    }
-
     /// Checks the headers and sizes of the files with rows of `buckets`, and returns a reader for them.
     pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<ChainReader> {
         let entry = self.table(module, table)?;
@@ -160,7 +154,7 @@ impl CheckpointChain {
     /// Errors: `Mismatch` (no such table, another dim or optimizer, or segments that `into` cannot be opened from),
     /// `State` (rows in use), `Corruption`, `Storage`.
     pub fn check_table(&self, into: &Table, request: &TableRequest<'_>) -> Result<TableSource> {
-        self.refuse_serving("load tables that a model trains or evaluates")?;
+        self.links[0].refuse_serving("load tables that a model trains or evaluates")?;
         let entry = self.table(request.module, request.table)?;
         entry.spec.check_fits(into.config(), request.columns == LoadColumns::All)?;
         into.check_unused()?;
@@ -196,12 +190,6 @@ impl CheckpointChain {
             })?;
         }
         Ok(TableSource::Segments(files, counters, counts, entry.clock.clone(), entry.spec.oov_row.clone()))
-    }
-
-    /// Returns `Unsupported` if this is a serving checkpoint, which does not support `action`, a verb
-    /// phrase.
-    pub fn refuse_serving(&self, action: &str) -> Result<()> {
-        self.links()[0].refuse_serving(action)
     }
 }
 
@@ -288,11 +276,6 @@ impl ChainReader {
     /// True if rows include slots.
     pub(crate) fn has_slots(&self) -> bool {
         self.readers[0].has_slots()
-    }
-
-    /// Checks that the rows match a table of this configuration. `Kind::Mismatch` names the difference.
-    pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
-        self.readers[0].check_fits(config)
     }
 
     /// Reads and verifies every row of the buckets once, and passes it to `sink` in chunks of about 4 MiB. Returns the

@@ -31,7 +31,7 @@ impl ChainCompaction {
     pub fn open(directory: &CheckpointDirectory, latest: LatestCheckpoint, counts: bool) -> Result<Option<Self>> {
         directory.check_to_save()?;
         let chain = CheckpointChain::open(directory, latest)?;
-        chain.refuse_serving("merge deltas")?;
+        chain.links()[0].refuse_serving("merge deltas")?;
         let is_full = chain.manifest().kind == CheckpointKind::Full;
         Ok((!is_full).then(|| Self { chain, directory: directory.clone(), counts }))
     }
@@ -82,10 +82,10 @@ pub fn reshard(
     world: u32,
     counts: bool,
 ) -> Result<PublishedCheckpoint> {
-    from.refuse_serving("divide rows between ranks")?;
+    from.links()[0].refuse_serving("divide rows between ranks")?;
     let tables = &from.manifest().tables;
     let owners: Vec<Option<u32>> =
-        tables.iter().map(|entry| from.only_rank(&entry.spec.module, &entry.spec.table)).collect();
+        tables.iter().map(|entry| from.links()[0].only_rank(&entry.spec.module, &entry.spec.table)).collect();
     let fewest =
         tables.iter().zip(&owners).filter(|(_, owner)| owner.is_none()).map(|(entry, _)| entry.spec.total_num_buckets);
     let max_ranks = fewest.min().unwrap_or(u32::MAX);
@@ -127,7 +127,7 @@ pub fn make_for_serving(
     precision: WeightPrecision,
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<PublishedCheckpoint> {
-    from.refuse_serving("convert it to another precision")?;
+    from.links()[0].refuse_serving("convert it to another precision")?;
     let options = SaveOptions { made_from: Some(from.identity()), keep, ..SaveOptions::default() };
     let save = CheckpointSave::begin_with(to, random, options)?;
     let mut write = || {

@@ -7,7 +7,6 @@ use super::chain::ChainReader;
 use crate::cache::{BaseCheckpoint, GroupSink, PickedRows, Table, TableSnapshot};
 use crate::checkpoint::manifest::spec::TableSpec;
 use crate::checkpoint::rows::counters::{CountsSource, MergedCounts};
-use crate::checkpoint::rows::reader::TableReader;
 use crate::checkpoint::rows::writer::{DeltaChanges, RankWriter, RowSink};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
@@ -212,7 +211,7 @@ impl RankWriter {
     }
 }
 
-impl TableReader {
+impl ChainReader {
     /// Checks that the rows match a table of this configuration. `Kind::Mismatch` names the difference.
     pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
         let spec = self.spec();
@@ -232,9 +231,7 @@ impl TableReader {
         }
         Ok(())
     }
-}
 
-impl ChainReader {
     /// Replaces the contents and the step of a table. Returns its new number of rows. After an error its contents are
     /// unusable. So the caller marks the table unusable before the load ([`Table::set_unusable`]), and usable when
     /// every table of every rank is loaded.

@@ -88,18 +88,6 @@ impl RecisShard {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RecisSaveName(pub(crate) CheckpointName);
 
-impl RecisSaveName {
-    /// The sequence number.
-    pub(crate) fn seq(self) -> u64 {
-        self.0.seq
-    }
-
-    /// The save's directory.
-    pub(crate) fn dir(self, root: &CheckpointDirectory) -> CheckpointDirectory {
-        root.subdirectory(self)
-    }
-}
-
 impl fmt::Display for RecisSaveName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "blocks-{}", self.0)

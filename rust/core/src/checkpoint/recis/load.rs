@@ -112,7 +112,7 @@ impl RecisReader {
     /// Errors: `Path` if there is no save; `Corruption`, `Unsupported` (a newer format), `Storage`.
     pub fn open(root: &CheckpointDirectory, wait: &mut WaitCallback<'_>) -> Result<Self> {
         let (latest, held) = hold_newest(root, wait)?;
-        let dir = latest.name.dir(root);
+        let dir = root.subdirectory(latest.name);
         let path = dir.join(MANIFEST_FILE);
         let manifest = RecisSaveManifest::parse(&read_checked(dir.engine(), &path, latest.manifest_crc32c)?, &path)?;
         let mut reader = Self {
@@ -395,7 +395,7 @@ fn hold_newest(root: &CheckpointDirectory, wait: &mut WaitCallback<'_>) -> Resul
         );
         Error::new(Kind::Path, what).at(root.path())
     })?;
-    let dir = latest.name.dir(root);
+    let dir = root.subdirectory(latest.name);
     if !root.has(&latest.name.to_string())? {
         let expected = "the name of an existing save";
         return Err(Error::corruption(&root.join(LATEST_FILE), 0, "the name", expected, latest.name));

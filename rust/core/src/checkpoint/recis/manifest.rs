@@ -89,17 +89,13 @@ pub(crate) struct RecisBlockEntry {
     pub(crate) file: u32,
 }
 
-impl RecisBlockEntry {
-    /// Returns the block as a tensor of its file.
-    pub(crate) fn tensor(&self, shard: RecisShard) -> Result<RecisTensor, String> {
-        let name = self.slot.as_ref().map_or_else(|| self.name.clone(), |slot| shard.part_name(&self.name, slot));
-        RecisTensor::new(name, &self.dtype, self.shape.clone())
-    }
-}
-
 /// Returns a shard's blocks as tensors of its files, or a message if one is invalid.
 pub(crate) fn tensors_of(blocks: &[RecisBlockEntry], shard: RecisShard) -> Result<Vec<RecisTensor>, String> {
-    blocks.iter().map(|block| block.tensor(shard)).collect()
+    let tensor = |block: &RecisBlockEntry| {
+        let name = block.slot.as_ref().map_or_else(|| block.name.clone(), |slot| shard.part_name(&block.name, slot));
+        RecisTensor::new(name, &block.dtype, block.shape.clone())
+    };
+    blocks.iter().map(tensor).collect()
 }
 
 /// Lays out data file `file` from all blocks of its shard and their tensors; returns a message if there is no such

@@ -17,7 +17,7 @@ use super::manifest::{
 use crate::checkpoint::chunked_file::{ChunkedStream, STREAM_THREADS, StreamWriter, for_each_piece};
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::MANIFEST_FILE;
-use crate::checkpoint::manifest::latest::{CheckpointName, WaitCallback, hold_recis_root, hold_unread};
+use crate::checkpoint::manifest::latest::{CheckpointName, WaitCallback, hold_recis_root, hold_unread, unless_in_use};
 use crate::checkpoint::manifest::manifests::STREAM_CHUNK_BYTES;
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, DirLock, DirLockPurpose, IoFile, IoOpenMode, write_atomically};
@@ -100,10 +100,10 @@ impl RecisSave {
     ) -> Result<Self> {
         root.check_to_save()?;
         let _alone = hold_recis_root(root, DirLockPurpose::ToChange, wait)?;
-        let done = LatestRecisSave::find(root)?.map_or(0, |latest| latest.name.seq());
+        let done = LatestRecisSave::find(root)?.map_or(0, |latest| latest.name.0.seq);
         let saves = list_saves(root)?;
         if matches!(join, RecisJoinMode::NewestOrNew) && shard.count > 1 {
-            for &name in saves.iter().rev().filter(|name| name.seq() > done) {
+            for &name in saves.iter().rev().filter(|name| name.0.seq > done) {
                 if let Some(joined) = Self::join(root, name, shard, steps)? {
                     return Ok(joined);
                 }
@@ -113,7 +113,7 @@ impl RecisSave {
             let name: RecisSaveName = name.parse()?;
             let RecisShard { index, count } = shard;
             return Self::join(root, name, shard, steps)?.ok_or_else(|| {
-                let dir = name.dir(root);
+                let dir = root.subdirectory(name);
                 let what = format!(
                     "shard {index} of {count} does not fit, or takes part already in, {}",
                     dir.path().display()
@@ -121,12 +121,12 @@ impl RecisSave {
                 Error::new(Kind::InUse, format!("{what}: save it once"))
             });
         }
-        let highest = saves.last().map_or(0, |name| name.seq()).max(done);
+        let highest = saves.last().map_or(0, |name| name.0.seq).max(done);
         let used_up =
             || Error::new(Kind::Corruption, format!("{}: the numbers of saves are used up", root.path().display()));
         let seq = highest.checked_add(1).ok_or_else(used_up)?;
         let name = RecisSaveName(CheckpointName { seq, random });
-        let dir = name.dir(root);
+        let dir = root.subdirectory(name);
         let changed = || Error::corruption(&dir.join(BEGUN_FILE), 0, "the file", "as it was just written", "another");
         create_save(&dir, root, shard, steps)
             .and_then(|()| Self::join(root, name, shard, steps)?.ok_or_else(changed))
@@ -141,7 +141,7 @@ impl RecisSave {
         shard: RecisShard,
         steps: &[(String, u64)],
     ) -> Result<Option<Self>> {
-        let dir = name.dir(root);
+        let dir = root.subdirectory(name);
         let Some(BegunRecord { shards, steps: OrderedFields(mut known) }) = read_begun(&dir)? else {
             return Ok(None);
         };
@@ -154,10 +154,7 @@ impl RecisSave {
             let alone = dir.engine().lock_file(&dir.join(shard.lock_file()))?;
             Ok([shared, alone])
         });
-        let held = match held {
-            Err(error) if error.kind() == Kind::InUse => return Ok(None),
-            held => held?,
-        };
+        let Some(held) = unless_in_use(held)? else { return Ok(None) };
         let more: Vec<(String, u64)> =
             steps.iter().filter(|(table, _)| known.iter().all(|(name, _)| name != table)).cloned().collect();
         if !more.is_empty() {
@@ -197,7 +194,7 @@ impl RecisSave {
     /// Makes the save the latest one. The caller holds the root exclusively, and the manifests of all shards exist.
     fn publish(&self) -> Result<()> {
         let (engine, dir) = (self.dir.engine(), &self.dir);
-        if let Some(latest) = LatestRecisSave::find(&self.root)?.filter(|latest| latest.name.seq() > self.name.seq()) {
+        if let Some(latest) = LatestRecisSave::find(&self.root)?.filter(|latest| latest.name.0.seq > self.name.0.seq) {
             let what = format!(
                 "{} is older than {}, which was completed meanwhile: save again",
                 dir.path().display(),
@@ -263,14 +260,14 @@ fn read_begun(dir: &CheckpointDirectory) -> Result<Option<BegunRecord>> {
 /// be removed.
 fn remove_older_saves(root: &CheckpointDirectory, kept: RecisSaveName) -> Vec<Error> {
     let remove = |name: RecisSaveName| {
-        let dir = name.dir(root);
+        let dir = root.subdirectory(name);
         let Some(_unused) = hold_unread(&dir)? else { return Ok(()) };
         dir.remove()
     };
     match list_saves(root) {
         Err(error) => vec![error],
         Ok(found) => {
-            found.into_iter().filter(|name| name.seq() < kept.seq()).filter_map(|name| remove(name).err()).collect()
+            found.into_iter().filter(|name| name.0.seq < kept.0.seq).filter_map(|name| remove(name).err()).collect()
         }
     }
 }

@@ -25,7 +25,6 @@ const ROWS_PER_TASK: usize = CHUNK_BYTES / 4;
 const AHEAD: usize = 8;
 
 /// Encodes files of the rows of one rank's shard of a table.
-#[derive(Debug)]
 pub(crate) struct GroupEncoder<'a> {
     spec: &'a TableSpec,
     optimizer: OptimizerKind,
@@ -279,12 +278,6 @@ impl<'a> GroupColumns<'a> {
 /// Shifts a checksum: from that of some bytes to that of the same bytes followed by `n` zeros, for a fixed `n`. CRC-32C
 /// is linear, so this combines the checksums of two rows.
 struct ChecksumShift([[u32; 256]; 4]);
-
-impl std::fmt::Debug for ChecksumShift {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("ChecksumShift").finish()
-    }
-}
 
 impl ChecksumShift {
     fn for_bytes(bytes: usize) -> Self {

@@ -262,14 +262,7 @@ impl GroupReader {
             rest = later;
         }
         for_each_piece(READERS, pieces, |(offset, part)| file.read_at(offset, part))?;
-        let staged = StagedColumns {
-            layout: &self.layout,
-            header_bytes: self.header_bytes,
-            rows: &self.rows,
-            slots: self.slots,
-            buffer,
-            ranges: extents,
-        };
+        let staged = StagedColumns { group: self, buffer, ranges: extents };
         self.verify(&staged, requested, checksums)?;
         Ok(staged)
     }
@@ -398,12 +391,7 @@ pub(crate) struct DecodedColumns {
 
 /// Verified bytes of some columns of one group.
 pub(crate) struct StagedColumns<'a> {
-    layout: &'a FileLayout,
-    header_bytes: usize,
-    /// The requested rows of the file.
-    rows: &'a Range<usize>,
-    /// True if the optimizer's slots were read.
-    slots: bool,
+    group: &'a GroupReader,
     buffer: PooledBuf,
     ranges: Vec<StagedRange>,
 }
@@ -411,7 +399,7 @@ pub(crate) struct StagedColumns<'a> {
 impl StagedColumns<'_> {
     /// Bytes of a range of a column that was read.
     fn bytes(&self, column: &FileColumn, range: &Range<usize>) -> &[u8] {
-        let offset = self.header_bytes + column.start + range.start;
+        let offset = self.group.header_bytes + column.start + range.start;
         let after = self.ranges.partition_point(|range| range.offset <= offset);
         // Nothing was read of an empty column.
         let Some(staged) = self.ranges.get(after.wrapping_sub(1)) else { return &[] };
@@ -427,16 +415,16 @@ impl StagedColumns<'_> {
 
     /// Values of the requested rows in one of their columns.
     pub(super) fn rows<T: bytemuck::Pod>(&self, field: ColumnField) -> &[T] {
-        let column = self.layout.column(field);
-        let (row, rows) = (column.bytes_per_row(), self.rows);
+        let column = self.group.layout.column(field);
+        let (row, rows) = (column.bytes_per_row(), &self.group.rows);
         self.values(column, rows.start * row..rows.end * row)
     }
 
     /// Decodes the requested rows of a serving checkpoint to the columns of other checkpoints.
     pub(crate) fn decode(&self, precision: WeightPrecision, dim: usize) -> Result<DecodedColumns> {
-        let rows = self.rows;
+        let rows = &self.group.rows;
         let mut weights = memory::zeros("read rows", rows.len() * dim)?;
-        let column = self.layout.column(ColumnField::Vector(0));
+        let column = self.group.layout.column(ColumnField::Vector(0));
         let row = column.bytes_per_row();
         let stored = self.bytes(column, &(rows.start * row..rows.end * row));
         for_each(
@@ -451,7 +439,7 @@ impl StagedColumns<'_> {
 
     /// The requested rows. `decoded` is required for a serving checkpoint.
     pub(crate) fn columns<'a>(&'a self, layout: RowLayout, decoded: Option<&'a DecodedColumns>) -> RowColumns<'a> {
-        let slots = self.slots;
+        let slots = self.group.slots;
         RowColumns {
             ids: self.rows(ColumnField::Id),
             last_steps: self.rows(ColumnField::LastStep),

@@ -314,14 +314,14 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, P> {
         while begin < rows.len() {
             let part = rows.range(begin..rows.len().min(begin + self.next_group_rows));
             let bytes = self.format.file_bytes(self.next_group_rows)?;
-            let encoded = self.output.buffer(bytes).and_then(|mut image| match self.format.write(part, &mut image) {
+            let written = self.output.buffer(bytes).and_then(|mut image| match self.format.write(part, &mut image) {
                 Ok(file) => Ok((image, file)),
                 Err(error) => {
-                    self.output.give_back(image);
+                    self.output.free.push(image);
                     Err(error)
                 }
             });
-            match encoded {
+            match written {
                 Ok((image, file)) => {
                     self.output.write((self.path)(self.written_files.len()), image, file.bytes as usize)?;
                     self.written_files.push(file);
