@@ -92,21 +92,21 @@ impl WriterThreads {
 
     /// Waits until every task has run.
     pub(crate) fn end(&mut self) -> Result<()> {
-        drop(self.send.take());
-        for thread in self.threads.drain(..) {
-            thread.join().unwrap_or_else(|panic| resume_unwind(panic));
-        }
+        self.join().unwrap_or_else(|panic| resume_unwind(panic));
         self.check()
+    }
+
+    /// Waits until every thread has ended. Returns a panic of one.
+    fn join(&mut self) -> std::thread::Result<()> {
+        drop(self.send.take());
+        self.threads.drain(..).map(JoinHandle::join).fold(Ok(()), std::thread::Result::and)
     }
 }
 
 impl Drop for WriterThreads {
     fn drop(&mut self) {
         // Nothing may be written after the writer is dropped, because its directory may be removed.
-        drop(self.send.take());
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
+        let _ = self.join();
     }
 }
 

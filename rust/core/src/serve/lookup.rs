@@ -450,7 +450,7 @@ pub(super) enum MissingWeights {
 impl MissingWeights {
     /// Returns the configured value. `None` selects the value that evaluation reads during training.
     pub(super) fn of(spec: &TableSpec, configured: Option<MissingRead>) -> Result<Self> {
-        let layout = spec.optimizer_kind()?.layout(spec.dim as usize);
+        let layout = spec.row_layout()?;
         let shared = spec.oov_row.as_ref().map(|row| row.weights(layout).to_vec());
         Ok(match (configured.unwrap_or(spec.missing_read), shared) {
             (MissingRead::Zeros, _) => Self::Value(0.0),

@@ -140,14 +140,20 @@ pub(crate) fn hold_to_read(dir: &CheckpointDirectory) -> Result<DirLock> {
     lock_with_timeout(|| dir.hold(DirLockPurpose::ToRead))
 }
 
-/// Retries `lock` while it returns `InUse`, for at most [`LOCK_TIMEOUT`].
+/// Waits for a lock for at most [`LOCK_TIMEOUT`].
 fn lock_with_timeout(lock: impl Fn() -> Result<DirLock>) -> Result<DirLock> {
     let start = Instant::now();
+    wait_for_lock(lock, |in_use| if start.elapsed() < LOCK_TIMEOUT { Ok(()) } else { Err(in_use) })
+}
+
+/// Retries `lock` while it returns `InUse`. `wait` is called with that error, and returns the one that ends the wait.
+fn wait_for_lock(lock: impl Fn() -> Result<DirLock>, mut wait: impl FnMut(Error) -> Result<()>) -> Result<DirLock> {
     loop {
         match lock() {
-            Err(error) if error.kind() == Kind::InUse && start.elapsed() < LOCK_TIMEOUT => sleep(LOCK_RETRY_INTERVAL),
+            Err(in_use) if in_use.kind() == Kind::InUse => wait(in_use)?,
             held => return held,
         }
+        sleep(LOCK_RETRY_INTERVAL);
     }
 }
 
@@ -158,15 +164,7 @@ pub(crate) fn hold_recis_root(
     mode: DirLockPurpose,
     wait: &mut WaitCallback<'_>,
 ) -> Result<DirLock> {
-    loop {
-        match root.hold(mode) {
-            Err(error) if error.kind() == Kind::InUse => {
-                wait()?;
-                sleep(LOCK_RETRY_INTERVAL);
-            }
-            held => return held,
-        }
-    }
+    wait_for_lock(|| root.hold(mode), |_| wait())
 }
 
 /// Returns a lock, or `None` if it conflicts with one that is held.

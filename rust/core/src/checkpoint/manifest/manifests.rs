@@ -444,14 +444,14 @@ impl CheckpointManifest {
             let TableSpec { module, table, key, dim, optimizer, total_num_buckets, .. } = spec.clone();
             (module, table, key, dim, optimizer.name, total_num_buckets)
         };
-        match self.tables.iter().zip(&before.tables).find(|(new, old)| lasting(new) != lasting(old)) {
-            Some((new, _)) => Err(format!("of a table {:?} that is not its parent's", new.spec.table)),
-            None if self.tables.len() != before.tables.len() => {
-                Err(format!("of {} tables, of which its parent has {}", self.tables.len(), before.tables.len()))
-            }
-            None => Ok(()),
-        }?;
-        match self.tables.iter().zip(&before.tables).find(|(new, old)| !new.can_follow(old)) {
+        let pairs = || self.tables.iter().zip(&before.tables);
+        if let Some((new, _)) = pairs().find(|(new, old)| lasting(new) != lasting(old)) {
+            return Err(format!("of a table {:?} that is not its parent's", new.spec.table));
+        }
+        if self.tables.len() != before.tables.len() {
+            return Err(format!("of {} tables, of which its parent has {}", self.tables.len(), before.tables.len()));
+        }
+        match pairs().find(|(new, old)| !new.can_follow(old)) {
             Some((new, old)) => Err(format!(
                 "by which table {:?} of {} rows has {}: {} rows and {} tombstones are in it",
                 new.spec.table, old.total_rows, new.total_rows, new.rows, new.tombstones

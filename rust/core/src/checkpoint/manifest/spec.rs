@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{MissingRead, OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::OovRow;
-use crate::rows::{InitializerSpec, WeightPrecision};
+use crate::rows::{InitializerSpec, RowLayout, WeightPrecision};
 use crate::types::BucketMapper;
 
 /// Maximum length of a module or table name in bytes.
@@ -113,6 +113,11 @@ impl TableSpec {
         OptimizerKind::from_name(&self.optimizer.name)
     }
 
+    /// The layout of the table's rows in memory.
+    pub(crate) fn row_layout(&self) -> Result<RowLayout> {
+        Ok(self.optimizer_kind()?.layout(self.dim as usize))
+    }
+
     /// Checks that rows of this table can be loaded into a table with the configuration `config`. This covers values
     /// that are valid in a checkpoint but do not match that table. Without `slots`, rows fit any optimizer. A load
     /// checks all tables before it changes one of them.
@@ -168,8 +173,8 @@ impl TableSpec {
         if self.step > MAX_COUNT {
             return refuse(format!("step {} is more than any table has made", self.step));
         }
-        if let (Some(shared), Ok(kind)) = (&self.oov_row, self.optimizer_kind()) {
-            let (floats, got) = (kind.layout(self.dim as usize).floats(), shared.values().len());
+        if let (Some(shared), Ok(layout)) = (&self.oov_row, self.row_layout()) {
+            let (floats, got) = (layout.floats(), shared.values().len());
             if floats != got {
                 return refuse(format!("its OOV row has {got} numbers, and its rows have {floats}"));
             }

@@ -184,10 +184,7 @@ impl CheckpointChain {
                     Ok(())
                 },
             )?;
-            merged.hand_over(&mut |bucket| {
-                counts.push(bucket);
-                Ok(())
-            })?;
+            counts.extend(merged.into_buckets());
         }
         Ok(TableSource::Segments(files, counters, counts, entry.clock.clone(), entry.spec.oov_row.clone()))
     }
@@ -302,7 +299,7 @@ impl ChainReader {
     ) -> Result<u64> {
         let mut merged = MergedCounts::default();
         let rows = self.read_columns(&mut |rows| self.emit(rows, sink), Some(&mut merged))?;
-        merged.hand_over(counts)?;
+        merged.into_buckets().try_for_each(counts)?;
         Ok(rows)
     }
 

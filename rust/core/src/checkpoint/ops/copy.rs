@@ -139,19 +139,16 @@ fn make_newest(from: &CheckpointChain, to: &CheckpointDirectory) -> Result<bool>
     let copy = CheckpointChain::open(to, latest)?;
     verify(&copy)?;
     let _naming = lock_root(to)?;
+    let is_link = |name: CheckpointName| copy.links().iter().any(|link| link.manifest().name == name.to_string());
     match LatestCheckpoint::find(to)? {
         Some(newest) if newest.name == latest.name => Ok(true),
         // Base checkpoints of the copy are older, even if merged while the copied delta was written.
-        Some(newest) if newest.name.seq >= latest.name.seq && !builds_on(&copy, newest.name) => Ok(false),
+        Some(newest) if newest.name.seq >= latest.name.seq && !is_link(newest.name) => Ok(false),
         _ => {
             write_atomically(to.engine(), &to.join(LATEST_FILE), format!("{latest}\n").as_bytes())?;
             Ok(true)
         }
     }
-}
-
-fn builds_on(chain: &CheckpointChain, name: CheckpointName) -> bool {
-    chain.links().iter().any(|link| link.manifest().name == name.to_string())
 }
 
 /// Reads every byte of a checkpoint and its base checkpoints, and verifies it against its checksums.

@@ -87,7 +87,7 @@ impl RankWriter {
         self.write_counts(CountsSource {
             clicks: chain.counts_clicks(),
             generations: &generations,
-            for_each_bucket: &mut |sink| std::mem::take(&mut merged).hand_over(sink),
+            for_each_bucket: &mut |sink| std::mem::take(&mut merged).into_buckets().try_for_each(sink),
         })
     }
 
@@ -204,7 +204,7 @@ impl RankWriter {
             self.write_counts(CountsSource {
                 clicks: config.admission.counts_clicks(),
                 generations,
-                for_each_bucket: &mut |sink| std::mem::take(&mut counts).hand_over(sink),
+                for_each_bucket: &mut |sink| std::mem::take(&mut counts).into_buckets().try_for_each(sink),
             })?;
         }
         Ok((written, tombstones.map_or(0, |tombstones| tombstones.len() as u64)))
@@ -257,7 +257,7 @@ impl ChainReader {
             progress(rows.len() as u64)
         };
         let read = self.read_columns(&mut import, Some(&mut counts))?;
-        counts.hand_over(&mut |counts| table.restore_bucket(&counts))?;
+        counts.into_buckets().try_for_each(|counts| table.restore_bucket(&counts))?;
         let stats = table.stats()?;
         let rows = stats.rows;
         if rows + (stats.dropped_rows - dropped) != read {

@@ -345,14 +345,13 @@ impl RecisTable {
     fn check_complete(&self, dir: &Path) -> Result<()> {
         let mut ranges: Vec<&Range<u32>> = self.shares.iter().map(|share| &share.buckets).collect();
         ranges.sort_by_key(|range| (range.start, range.end));
-        let ends = ranges.iter().map(|range| range.end);
-        let starts = ranges.iter().map(|range| range.start).skip(1).chain([self.info.bucketing.total()]);
-        let what = format!("the buckets of table {:?}", self.info.name);
-        let first = ranges.first().map_or(0, |range| range.start);
-        for (expected, found) in [(0, first)].into_iter().chain(ends.zip(starts)) {
-            if expected != found {
-                return Err(Error::corruption(dir, 0, &what, expected, found));
+        let (total, mut expected) = (self.info.bucketing.total(), 0);
+        for range in ranges.into_iter().chain([&(total..total)]) {
+            if range.start != expected {
+                let what = format!("the buckets of table {:?}", self.info.name);
+                return Err(Error::corruption(dir, 0, &what, expected, range.start));
             }
+            expected = range.end;
         }
         Ok(())
     }

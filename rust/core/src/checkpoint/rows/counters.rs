@@ -110,11 +110,11 @@ impl MergedCounts {
         self.buckets.get(&bucket).map_or(0, |counts| counts.generation)
     }
 
-    /// Passes the counts on, in ascending bucket order.
-    pub(crate) fn hand_over(self, sink: &mut CountsSink<'_>) -> Result<()> {
-        self.buckets.into_values().try_for_each(|mut counts| {
+    /// Returns the counts, in ascending bucket order.
+    pub(crate) fn into_buckets(self) -> impl Iterator<Item = BucketCounts> {
+        self.buckets.into_values().map(|mut counts| {
             counts.ids.sort_unstable_by_key(|each| each.id as u64);
-            sink(counts)
+            counts
         })
     }
 }

@@ -40,10 +40,9 @@ use serde_json::{Map, Value, json};
 
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape};
 use crate::checkpoint::manifest::spec::TableSpec;
-use crate::config::OptimizerKind;
 use crate::error::Result;
 use crate::io::{ALIGNMENT, AlignedBuf};
-use crate::rows::WeightPrecision;
+use crate::rows::{RowLayout, WeightPrecision};
 
 pub use crate::checkpoint::manifest::{CHUNK_BYTES, FORMAT, VERSION};
 
@@ -150,14 +149,9 @@ pub(crate) struct FileLayout {
 }
 
 impl FileLayout {
-    /// Returns `None` if the sizes overflow.
-    pub(crate) fn new(
-        optimizer: OptimizerKind,
-        dim: usize,
-        precision: Option<WeightPrecision>,
-        shape: DataShape,
-    ) -> Option<Self> {
-        let n = shape.rows;
+    /// Lays out a file of rows of a checked table. Returns `None` if the sizes overflow.
+    pub(crate) fn new(spec: &TableSpec, shape: DataShape) -> Option<Self> {
+        let (n, dim, precision) = (shape.rows, spec.dim as usize, spec.precision);
         let stored = precision.unwrap_or(WeightPrecision::Fp32);
         let mut wanted = vec![
             (ColumnField::Id, "id", Dtype::I64, vec![n]),
@@ -176,6 +170,7 @@ impl FileLayout {
             return Self::of(wanted, ColumnField::Vector(0));
         }
         wanted.push(weight);
+        let optimizer = spec.optimizer_kind().ok()?;
         let layout = optimizer.layout(dim);
         for (slot, name) in optimizer.slot_names().iter().enumerate() {
             wanted.push(if slot < layout.vector_slots {
@@ -323,15 +318,10 @@ pub(crate) fn pad_header(text: &[u8], lead: usize) -> Vec<u8> {
     header
 }
 
-/// Number of rows in a group of at most `group_bytes` (at least one).
-pub(crate) fn group_rows(
-    optimizer: OptimizerKind,
-    dim: usize,
-    precision: Option<WeightPrecision>,
-    group_bytes: usize,
-) -> usize {
-    let floats = || optimizer.layout(dim).floats() * 4;
-    let row_bytes = precision.map_or_else(floats, |precision| precision.row_bytes(dim)) + 8 + 8 + 4 + 4 + 4;
+/// Number of rows in a group of at most `group_bytes` (at least one). `layout` is that of the table's rows.
+pub(crate) fn group_rows(spec: &TableSpec, layout: RowLayout, group_bytes: usize) -> usize {
+    let values = spec.precision.map_or(layout.floats() * 4, |precision| precision.row_bytes(spec.dim as usize));
+    let row_bytes = values + 8 + 8 + 4 + 4 + 4;
     (group_bytes / row_bytes).max(1)
 }
 

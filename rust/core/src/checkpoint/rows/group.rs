@@ -4,15 +4,14 @@
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::format::{ColumnField, FileLayout, group_rows};
+use super::format::{ColumnField, FileLayout};
 use super::sort::{BLOCK_ROWS, GroupOrder, GroupOrderError, RowMetadataBlock};
 use crate::checkpoint::manifest::CHUNK_BYTES;
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape};
 use crate::checkpoint::manifest::spec::TableSpec;
-use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::thread_pool::for_each_on_half;
-use crate::rows::{RowList, WeightPrecision};
+use crate::rows::{RowLayout, RowList, WeightPrecision};
 use crate::runtime::memory;
 use crate::runtime::simd::prefetch_range;
 use crate::runtime::sync::lock;
@@ -27,10 +26,7 @@ const AHEAD: usize = 8;
 /// Encodes files of the rows of one rank's shard of a table.
 pub(crate) struct GroupEncoder<'a> {
     spec: &'a TableSpec,
-    optimizer: OptimizerKind,
     buckets: Range<u32>,
-    /// Number of rows of a full group.
-    pub(crate) capacity: usize,
     /// Number of floats in the vector part of a row.
     pub(crate) vector_floats: usize,
     order: GroupOrder,
@@ -41,20 +37,13 @@ pub(crate) struct GroupEncoder<'a> {
 }
 
 impl<'a> GroupEncoder<'a> {
-    /// Creates an encoder of groups of at most `bytes`.
-    pub(crate) fn new(spec: &'a TableSpec, optimizer: OptimizerKind, buckets: Range<u32>, bytes: usize) -> Self {
-        let dim = spec.dim as usize;
-        let capacity = group_rows(optimizer, dim, spec.precision, bytes);
-        let vector_floats = optimizer.layout(dim).vector_floats();
+    /// Creates an encoder of rows of this layout.
+    pub(crate) fn new(spec: &'a TableSpec, layout: RowLayout, buckets: Range<u32>) -> Self {
+        let (dim, vector_floats) = (spec.dim as usize, layout.vector_floats());
         let joins = spec.precision.is_none() && CHUNK_BYTES.is_multiple_of(dim * 4);
         let parts = if joins { vector_floats / dim } else { 0 };
         let (sums, shift) = (vec![Vec::new(); parts], ChecksumShift::for_bytes(dim * 4));
-        Self { spec, optimizer, buckets, capacity, vector_floats, order: GroupOrder::default(), sums, shift }
-    }
-
-    /// Number of rows in a group of at most `bytes`.
-    pub(crate) fn rows_of(&self, bytes: usize) -> usize {
-        group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, bytes)
+        Self { spec, buckets, vector_floats, order: GroupOrder::default(), sums, shift }
     }
 
     fn shape(&self, rows: usize) -> DataShape {
@@ -62,8 +51,7 @@ impl<'a> GroupEncoder<'a> {
     }
 
     fn layout(&self, rows: usize) -> Result<FileLayout> {
-        FileLayout::new(self.optimizer, self.spec.dim as usize, self.spec.precision, self.shape(rows))
-            .ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))
+        FileLayout::new(self.spec, self.shape(rows)).ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))
     }
 
     /// Size of a file with `rows` rows.

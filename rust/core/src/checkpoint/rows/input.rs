@@ -426,7 +426,7 @@ impl StagedColumns<'_> {
         let mut weights = memory::zeros("read rows", rows.len() * dim)?;
         let column = self.group.layout.column(ColumnField::Vector(0));
         let row = column.bytes_per_row();
-        let stored = self.bytes(column, &(rows.start * row..rows.end * row));
+        let stored: &[u8] = self.rows(ColumnField::Vector(0));
         for_each(
             stored.chunks(row * ROWS_PER_TASK).zip(weights.chunks_mut(dim * ROWS_PER_TASK)),
             |(stored, weights)| {

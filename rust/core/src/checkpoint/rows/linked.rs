@@ -21,7 +21,7 @@ impl OpenCheckpoint {
         set: &SegmentSet,
     ) -> Result<LinkedSegments> {
         let spec = &share.spec;
-        let layout = spec.optimizer_kind()?.layout(spec.dim as usize);
+        let layout = spec.row_layout()?;
         let identity = ShardIdentity {
             table: spec.table.clone(),
             key: spec.key,

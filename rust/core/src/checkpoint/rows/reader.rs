@@ -20,10 +20,9 @@ use crate::checkpoint::manifest::manifests::{
 };
 use crate::checkpoint::manifest::spec::TableSpec;
 use crate::checkpoint::manifest::{MANIFEST_FILE, counts_file, data_file, inconsistent, table_dir};
-use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, DirLock, IoEngine};
-use crate::rows::{RowHeader, WeightPrecision};
+use crate::rows::{RowHeader, RowLayout, WeightPrecision};
 use crate::runtime::memory::{self, can_start_threads};
 use crate::runtime::process::BackgroundFlag;
 use crate::runtime::sync::lock;
@@ -100,24 +99,13 @@ impl OpenCheckpoint {
 
     /// Returns a table of the checkpoint. Returns `Mismatch`, which lists its tables, if there is no such table.
     pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
-        self.manifest.tables.iter().find(|entry| entry.spec.module == module && entry.spec.table == table).ok_or_else(
-            || {
-                let tables: Vec<String> = self
-                    .manifest
-                    .tables
-                    .iter()
-                    .map(|entry| format!("{}/{}", entry.spec.module, entry.spec.table))
-                    .collect();
-                Error::new(
-                    Kind::Mismatch,
-                    format!(
-                        "{} has no table {table:?} of module {module:?}; it has [{}]",
-                        self.directory.path().display(),
-                        tables.join(", ")
-                    ),
-                )
-            },
-        )
+        let found = self.manifest.tables.iter().find(|entry| entry.spec.module == module && entry.spec.table == table);
+        found.ok_or_else(|| {
+            let name = |entry: &TableEntry| format!("{}/{}", entry.spec.module, entry.spec.table);
+            let (dir, tables) = (self.directory.path().display(), self.manifest.tables.iter().map(name));
+            let tables = tables.collect::<Vec<_>>().join(", ");
+            Error::new(Kind::Mismatch, format!("{dir} has no table {table:?} of module {module:?}; it has [{tables}]"))
+        })
     }
 
     /// The only rank with rows of a table, if there were several ranks; `None` otherwise.
@@ -146,7 +134,7 @@ impl OpenCheckpoint {
     /// Checks the headers and sizes of the files with rows of `buckets`, and returns a reader for them.
     pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<TableReader> {
         let spec = self.table(module, table)?.spec.clone();
-        let optimizer = spec.optimizer_kind()?;
+        let layout = spec.row_layout()?;
         if buckets.start > buckets.end || buckets.end > spec.total_num_buckets {
             return Err(Error::new(
                 Kind::Input,
@@ -175,7 +163,7 @@ impl OpenCheckpoint {
         Ok(TableReader {
             engine: self.directory.shared_engine(),
             spec,
-            optimizer,
+            layout,
             buckets,
             groups,
             counts,
@@ -197,9 +185,7 @@ impl OpenCheckpoint {
         let mut groups: Vec<Option<GroupReader>> = requested.iter().map(|_| None).collect();
         let pieces = groups.iter_mut().zip(requested).collect();
         for_each_piece(HEADERS, pieces, |(group, request): (&mut Option<GroupReader>, DataFileRequest<'_>)| {
-            let spec = &request.1.spec;
-            let shape = request.1.shape(request.2);
-            let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, spec.precision, shape);
+            let layout = FileLayout::new(&request.1.spec, request.1.shape(request.2));
             *group = Some(GroupReader::open(layout, self.directory.engine(), request)?);
             Ok(())
         })?;
@@ -229,7 +215,7 @@ impl OpenCheckpoint {
 pub struct TableReader {
     engine: Arc<dyn IoEngine>,
     spec: TableSpec,
-    optimizer: OptimizerKind,
+    layout: RowLayout,
     buckets: Range<u32>,
     groups: Vec<GroupReader>,
     /// The counts files with ids of the buckets, in the order in which they were written.
@@ -279,7 +265,7 @@ impl TableReader {
     /// Upper bound of the number of rows in any file of the table, including later checkpoints.
     pub(crate) fn max_rows_per_file(&self) -> usize {
         let largest = self.groups.iter().map(|group| group.rows.len()).max().unwrap_or(0);
-        largest.max(group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, GROUP_BYTES))
+        largest.max(group_rows(&self.spec, self.layout, GROUP_BYTES))
     }
 
     /// Number of tombstones in the files with some of the buckets: an upper bound for [`Self::read_tombstones`].
@@ -339,7 +325,7 @@ impl TableReader {
         let dim = self.spec.dim as usize;
         let mut hand_over = |staged: StagedColumns<'_>| {
             let served = self.spec.precision.map(|precision| staged.decode(precision, dim)).transpose()?;
-            sink(&staged.columns(self.optimizer.layout(dim), served.as_ref()))
+            sink(&staged.columns(self.layout, served.as_ref()))
         };
         let can_read_ahead = groups.len() > 1 && can_start_threads();
         std::thread::scope(|scope| {
@@ -379,7 +365,7 @@ impl TableReader {
 
     /// Passes rows to `sink` in chunks, as headers and vectors.
     pub(crate) fn emit(&self, rows: PickedRows<'_>, sink: &mut RowSink<'_>) -> Result<()> {
-        let floats = self.optimizer.layout(self.spec.dim as usize).vector_floats();
+        let floats = self.layout.vector_floats();
         let chunk_rows = (EMIT_BYTES / (floats * 4 + size_of::<RowHeader>())).max(1).min(rows.len().max(1));
         let mut headers = Vec::new();
         memory::reserve(&mut headers, "read rows", chunk_rows)?;

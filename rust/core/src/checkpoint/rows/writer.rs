@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use super::format::{ColumnField, FileLayout, GROUP_BYTES, image_of};
+use super::format::{ColumnField, FileLayout, GROUP_BYTES, group_rows, image_of};
 use super::group::GroupEncoder;
 use crate::cache::{GroupGatherer, GroupSink};
 use crate::checkpoint::chunked_file::{ImageWriter, for_each_piece, write_file};
@@ -111,17 +111,16 @@ impl RankWriter {
         buckets: Range<u32>,
         rows: &mut RowGroups<'_>,
     ) -> Result<u64> {
-        let optimizer = spec.optimizer_kind()?;
+        let layout = spec.row_layout()?;
         let dir = self.begin_table(&spec, &buckets)?;
         let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
-        let format = GroupEncoder::new(&spec, optimizer, buckets.clone(), self.group_bytes);
-        let (capacity, small) = (format.capacity, format.rows_of(SMALL_FILE_BYTES));
+        let capacity = group_rows(&spec, layout, self.group_bytes);
         let mut writer = RowFileWriter {
             output: ImageWriter::new(self.directory.shared_engine()),
-            small_group_rows: small,
+            small_group_rows: group_rows(&spec, layout, SMALL_FILE_BYTES),
             max_group_rows: capacity,
             next_group_rows: capacity,
-            format,
+            format: GroupEncoder::new(&spec, layout, buckets.clone()),
             path,
             written_files: Vec::new(),
         };
@@ -255,8 +254,8 @@ fn gather_groups(rows: &mut RowChunks<'_>, sink: &mut dyn GroupSink) -> Result<(
 /// Builds a file with tombstones and no rows. `ids` are in file order.
 fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<(AlignedBuf, DataFile)> {
     let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
-    let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, spec.precision, shape)
-        .ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
+    let layout =
+        FileLayout::new(spec, shape).ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
     image_of((&layout, shape), &layout.header(spec, buckets), |field, column| {
         if field == ColumnField::Tombstone {
             column.copy_from_slice(bytemuck::cast_slice(ids));
