@@ -114,7 +114,7 @@ impl Drop for WriterThreads {
 #[derive(Debug)]
 pub(crate) struct ImageWriter {
     engine: Arc<dyn IoEngine>,
-    threads: WriterThreads,
+    pub(crate) threads: WriterThreads,
     /// Returns the buffers of images that are not in use by a thread.
     returned: (Sender<AlignedBuf>, Receiver<AlignedBuf>),
     /// The unused buffers.
@@ -179,11 +179,6 @@ impl ImageWriter {
         let image = ImageBuffer(Some(buffer), self.returned.0.clone());
         self.in_flight += 1;
         self.threads.run(move || write_file(&*engine, &path, &image.0.as_deref().unwrap_or_default()[..len]))
-    }
-
-    /// Waits until every image is written and synced.
-    pub(crate) fn finish(mut self) -> Result<()> {
-        self.threads.end()
     }
 }
 

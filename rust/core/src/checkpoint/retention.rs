@@ -63,30 +63,27 @@ fn checkpoints_to_keep(root: &CheckpointDirectory, keep: usize) -> Result<Option
     let mut stay = BTreeSet::new();
     for (place, &name) in [latest].iter().chain(&complete).enumerate() {
         let stays = place < keep.max(1) || root.subdirectory(name).has(REFERENCE_FILE)?;
-        let mut next = stays.then_some(name);
-        while let Some(name) = next.filter(|&name| stay.insert(name)) {
-            next = match parent(root, name) {
-                Err(error) if error.is_damage_or_absence() => return Ok(None),
-                // A manifest that cannot be read at present may be readable later and name another checkpoint. So
-                // nothing is removed.
-                parent => parent?,
-            };
+        if stays && !add_chain(root, name, &mut stay)? {
+            return Ok(None);
         }
     }
     Ok(Some(stay))
 }
 
-/// Adds the base checkpoints of `name` to `needed`, up to one that is corrupted or still being written.
-fn add_chain(root: &CheckpointDirectory, name: CheckpointName, needed: &mut BTreeSet<CheckpointName>) -> Result<()> {
-    let parent = |name| match parent(root, name) {
-        Err(error) if error.is_damage_or_absence() => Ok(None),
-        parent => parent,
-    };
-    let mut next = parent(name)?;
-    while let Some(name) = next.filter(|&name| needed.insert(name)) {
-        next = parent(name)?;
+/// Adds `name` and its base checkpoints to `chain`. Returns false if it ends at one that is corrupted or still being
+/// written, whose base is unknown.
+///
+/// A manifest that cannot be read at present is an error: it may be readable later and name another checkpoint, so
+/// nothing is removed.
+fn add_chain(root: &CheckpointDirectory, name: CheckpointName, chain: &mut BTreeSet<CheckpointName>) -> Result<bool> {
+    let mut next = Some(name);
+    while let Some(name) = next.filter(|&name| chain.insert(name)) {
+        next = match parent(root, name) {
+            Err(error) if error.is_damage_or_absence() => return Ok(false),
+            parent => parent?,
+        };
     }
-    Ok(())
+    Ok(true)
 }
 
 /// Removes every checkpoint that is not kept, not being written by a save and not being read by a load. A checkpoint

@@ -74,8 +74,6 @@ impl CheckpointChain {
     }
 }
 
-type HistoryRow = (RowHeader, Vec<f32>);
-
 /// Reads the entry of one checkpoint for an id, and the generation of its bucket if the checkpoint has counts of the
 /// bucket.
 fn read_link(reader: &TableReader, id: Id) -> Result<(IdHistoryEntry, Option<u32>)> {
@@ -103,7 +101,7 @@ fn read_link(reader: &TableReader, id: Id) -> Result<(IdHistoryEntry, Option<u32
 struct IdHistoryState {
     state: IdState,
     /// Its row, if it has one.
-    row: Option<HistoryRow>,
+    row: Option<(RowHeader, Vec<f32>)>,
     /// Generation of its bucket when it was counted, if it is pending.
     generation: u32,
 }

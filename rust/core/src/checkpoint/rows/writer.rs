@@ -101,7 +101,11 @@ impl RankWriter {
 
     /// Writes the rows of one table, all of which are in `buckets`. Returns the number of rows.
     pub fn write_table(&mut self, spec: TableSpec, buckets: Range<u32>, rows: &mut RowChunks<'_>) -> Result<u64> {
-        self.write_groups(spec, buckets, &mut |sink| gather_groups(rows, sink))
+        self.write_groups(spec, buckets, &mut |sink| {
+            let mut gather = GroupGatherer::new(sink);
+            rows(&mut |headers, vectors| gather.add(headers, vectors))?;
+            gather.finish()
+        })
     }
 
     /// Like [`Self::write_table`], from a source of groups.
@@ -125,7 +129,7 @@ impl RankWriter {
             written_files: Vec::new(),
         };
         rows(&mut writer)?;
-        writer.output.finish()?;
+        writer.output.threads.end()?;
         let files = writer.written_files;
         let total_rows = files.iter().map(|file| file.rows).sum();
         self.manifest.tables.push(RankShare { total_rows, files, ..RankShare::new(spec, &buckets) });
@@ -242,13 +246,6 @@ impl RankWriter {
         })?;
         Ok(RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
     }
-}
-
-/// Gathers chunks of rows into groups.
-fn gather_groups(rows: &mut RowChunks<'_>, sink: &mut dyn GroupSink) -> Result<()> {
-    let mut gather = GroupGatherer::new(sink);
-    rows(&mut |headers, vectors| gather.add(headers, vectors))?;
-    gather.finish()
 }
 
 /// Builds a file with tombstones and no rows. `ids` are in file order.
