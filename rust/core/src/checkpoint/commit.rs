@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::chunked_file::WriterThreads;
 use super::directory::CheckpointDirectory;
-use super::manifest::{CHUNK_BYTES, FORMAT, MANIFEST_FILE, RankDigest, VERSION, checksum, render, seal};
+use super::manifest::{CHUNK_BYTES, FORMAT, MANIFEST_FILE, RankDigest, VERSION, checksum, seal_text};
 use super::retention::{remove_old_checkpoints, remove_stale_parts};
 use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, LatestCheckpoint, lock_root, make_held};
 use crate::checkpoint::manifest::manifests::{
@@ -158,7 +158,7 @@ impl CheckpointSave {
         };
         manifest.check(self.name).map_err(refuse)?;
         manifest.check_ranks(&ranks).map_err(refuse)?;
-        let mut sealed = seal(&render(&manifest)?);
+        let mut sealed = seal_text(&manifest)?;
         let latest = LatestCheckpoint { name: self.name };
         // Waits before taking the lock, because other saves wait for the lock.
         self.early_sync.end()?;
@@ -172,7 +172,7 @@ impl CheckpointSave {
                 manifest.check_fits_parent(&found).map_err(refuse)?;
                 if identity != *parent {
                     manifest.parent = Some(identity);
-                    sealed = seal(&render(&manifest)?);
+                    sealed = seal_text(&manifest)?;
                 }
             }
             self.name_latest(&sealed)?;

@@ -263,12 +263,7 @@ impl RankShare {
         if self.spec.precision.is_some() != (kind == CheckpointKind::Serving) {
             return Err("the tables of a serving checkpoint have a precision, and no others".into());
         }
-        if self.bucket_begin > self.bucket_end || self.bucket_end > self.spec.total_num_buckets {
-            return Err(format!(
-                "buckets {}..{} are not within 0..{}",
-                self.bucket_begin, self.bucket_end, self.spec.total_num_buckets
-            ));
-        }
+        self.spec.check_buckets(&self.buckets())?;
         if self.clock.last_step() > self.spec.step {
             return Err(format!(
                 "step times up to {}, of a table that made {}",

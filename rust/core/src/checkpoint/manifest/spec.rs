@@ -1,6 +1,7 @@
 //! Metadata of an entire table in a checkpoint.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -106,6 +107,14 @@ impl TableSpec {
     /// Mapping of ids to the table's buckets.
     pub fn bucketing(&self) -> BucketMapper {
         BucketMapper::new(self.total_num_buckets)
+    }
+
+    /// Checks that these are buckets of the table. The message describes the difference.
+    pub(crate) fn check_buckets(&self, buckets: &Range<u32>) -> Result<(), String> {
+        if buckets.start <= buckets.end && buckets.end <= self.total_num_buckets {
+            return Ok(());
+        }
+        Err(format!("buckets {buckets:?} are not within 0..{}", self.total_num_buckets))
     }
 
     /// The optimizer's kind.

@@ -192,8 +192,7 @@ pub(crate) struct RecisFileLayout {
 
 impl RecisFileLayout {
     /// Lays out a file with these tensors; returns a message if there is no such layout.
-    pub(crate) fn new(tensors: &[&RecisTensor], spacing: TensorSpacing) -> Result<Self, String> {
-        let mut ordered = tensors.to_vec();
+    pub(crate) fn new(mut ordered: Vec<&RecisTensor>, spacing: TensorSpacing) -> Result<Self, String> {
         ordered.sort_by_key(|tensor| std::cmp::Reverse(tensor.width)); // stable
         let mut pad = PAD.to_owned();
         while ordered.iter().any(|tensor| tensor.name.starts_with(&pad)) {

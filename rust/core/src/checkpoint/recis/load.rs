@@ -194,8 +194,7 @@ impl RecisReader {
         let damaged = |what: String| inconsistent(path, what);
         let tables: Vec<&RecisTableShare> = found.tables.iter().collect();
         let described = check_tensors(tensors, &tables).map_err(damaged)?;
-        let layout =
-            RecisFileLayout::new(&described.iter().collect::<Vec<_>>(), TensorSpacing::Packed).map_err(damaged)?;
+        let layout = RecisFileLayout::new(described.iter().collect(), TensorSpacing::Packed).map_err(damaged)?;
         let path = self.dir.join(shard.check_file());
         let bytes = layout.read(self.dir.engine(), &path)?;
         check_crc32c(&path, 0, || "the checksum", &bytes, found.check)?;

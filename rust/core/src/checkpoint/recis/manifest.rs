@@ -106,7 +106,7 @@ pub(crate) fn layout_of_file(
     tensors: &[RecisTensor],
 ) -> Result<RecisFileLayout, String> {
     let in_file = blocks.iter().zip(tensors).filter(|(block, _)| block.file == file);
-    RecisFileLayout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), TensorSpacing::Pages)
+    RecisFileLayout::new(in_file.map(|(_, tensor)| tensor).collect(), TensorSpacing::Pages)
 }
 
 /// `shard-<i>-of-<n>.json`.

@@ -422,8 +422,7 @@ fn write_checks(
     if let Some((tensor, _)) = described.iter().zip(&data).find(|(tensor, data)| tensor.bytes != data.len() as u64) {
         return Err(input_error(format!("{:?} does not have the shape {:?}", tensor.name, tensor.shape)));
     }
-    let layout =
-        RecisFileLayout::new(&described.iter().collect::<Vec<_>>(), TensorSpacing::Packed).map_err(input_error)?;
+    let layout = RecisFileLayout::new(described.iter().collect(), TensorSpacing::Packed).map_err(input_error)?;
     let image = layout.image(described.iter().zip(data));
     write_atomically(save.dir.engine(), &save.dir.join(save.shard.check_file()), &image)?;
     Ok(crc32c::crc32c(&image))

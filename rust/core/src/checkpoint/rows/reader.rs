@@ -135,12 +135,8 @@ impl OpenCheckpoint {
     pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<TableReader> {
         let spec = self.table(module, table)?.spec.clone();
         let layout = spec.row_layout()?;
-        if buckets.start > buckets.end || buckets.end > spec.total_num_buckets {
-            return Err(Error::new(
-                Kind::Input,
-                format!("table {table:?}: buckets {buckets:?} are not within 0..{}", spec.total_num_buckets),
-            ));
-        }
+        let outside = |what| Error::new(Kind::Input, format!("table {table:?}: {what}"));
+        spec.check_buckets(&buckets).map_err(outside)?;
         let dir = self.directory.join(table_dir(module, table));
         let (mut wanted, mut counts, mut segments) = (Vec::new(), Vec::new(), Vec::new());
         for rank in &self.ranks {

@@ -174,12 +174,8 @@ impl RankWriter {
     /// Checks that a table can be written, and creates its directory.
     fn begin_table(&self, spec: &TableSpec, buckets: &Range<u32>) -> Result<PathBuf> {
         spec.check()?;
-        if buckets.start > buckets.end || buckets.end > spec.total_num_buckets {
-            return Err(Error::new(
-                Kind::Input,
-                format!("table {:?}: buckets {buckets:?} are not within 0..{}", spec.table, spec.total_num_buckets),
-            ));
-        }
+        let outside = |what| Error::new(Kind::Input, format!("table {:?}: {what}", spec.table));
+        spec.check_buckets(buckets).map_err(outside)?;
         if self.manifest.shares_of(&spec.module, &spec.table).next().is_some() {
             return Err(Error::new(
                 Kind::Input,
