@@ -15,18 +15,20 @@ use crate::checkpoint::dense::DenseReader;
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::{LatestCheckpoint, hold_to_read};
 use crate::checkpoint::manifest::manifests::{
-    CheckpointId, CheckpointKind, CheckpointManifest, DENSE_FILE, DenseEntry, RankManifest, TableEntry, read_digested,
-    read_manifest, read_ranks,
+    CheckpointId, CheckpointKind, CheckpointManifest, DENSE_FILE, DenseEntry, RankManifest, RankShare, TableEntry,
+    read_digested, read_manifest, read_ranks,
 };
 use crate::checkpoint::manifest::spec::TableSpec;
-use crate::checkpoint::manifest::{MANIFEST_FILE, counts_file, data_file, inconsistent, table_dir};
+use crate::checkpoint::manifest::{
+    MANIFEST_FILE, counts_file, data_file, inconsistent, rank_file, segment_file, table_dir,
+};
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, DirLock, IoEngine};
 use crate::rows::{RowHeader, RowLayout, WeightPrecision};
 use crate::runtime::memory::{self, can_start_threads};
 use crate::runtime::process::BackgroundFlag;
 use crate::runtime::sync::lock;
-use crate::ssd::LinkedSegments;
+use crate::ssd::{LinkedSegments, SegmentSet, ShardIdentity};
 use crate::types::Id;
 
 /// Number of groups that are read ahead, each by a thread and its helpers.
@@ -198,11 +200,73 @@ impl OpenCheckpoint {
             format!(
                 "{} is a serving checkpoint (kind serving, {precision}): it is for torchrec_embcache.serving, and has no optimizer state; \
                  to {action}, use the checkpoint that it was made from, {}",
-                self.directory().path().display(),
+                self.directory.path().display(),
                 source.name
             ),
         )
-        .at(self.directory().path()))
+        .at(self.directory.path()))
+    }
+
+    /// Opens the segments of a rank's shard of a table, with checked footers.
+    fn segment_files(&self, rank: &RankManifest, share: &RankShare, set: &SegmentSet) -> Result<LinkedSegments> {
+        let spec = &share.spec;
+        let layout = spec.row_layout()?;
+        let identity = ShardIdentity {
+            table: spec.table.clone(),
+            key: spec.key,
+            dim: u64::from(spec.dim),
+            optimizer: spec.optimizer.name.clone(),
+            seed: spec.seed,
+            initializer: format!("{:?}", spec.initializer),
+            total_num_buckets: spec.total_num_buckets,
+            bucket_begin: share.bucket_begin,
+            bucket_end: share.bucket_end,
+        };
+        let dir = self.directory.join(table_dir(&spec.module, &spec.table));
+        LinkedSegments::open(
+            self.directory.shared_engine(),
+            (identity, layout),
+            set,
+            |serial| dir.join(segment_file(rank.rank, rank.world, serial)),
+            self.directory.join(rank_file(rank.rank, rank.world)),
+        )
+    }
+
+    /// Returns the segments from which a table with exactly these buckets can be opened. `None` if the rows of the
+    /// buckets are in data files.
+    ///
+    /// Errors: `Mismatch` if segments also contain rows of other buckets, or only of some; `Corruption` as
+    /// [`LinkedSegments::open`].
+    pub fn segments_of(&self, module: &str, table: &str, buckets: &Range<u32>) -> Result<Option<LinkedSegments>> {
+        let mut found = None;
+        for rank in &self.ranks {
+            for share in rank.shares_of(module, table) {
+                let Some(set) = &share.segments else { continue };
+                let owned = share.buckets();
+                if owned == *buckets {
+                    found = Some((rank, share, set));
+                } else if buckets.start.max(owned.start) < buckets.end.min(owned.end) {
+                    let what =
+                        format!("holds buckets {owned:?} of table {table:?} together, and this rank owns {buckets:?}");
+                    return Err(self.only_for_same_ranks(&what));
+                }
+            }
+        }
+        found.map(|(rank, share, set)| self.segment_files(rank, share, set)).transpose()
+    }
+
+    /// Returns the error of a load that cannot use the segments of a linked checkpoint, for `reason`.
+    pub fn only_for_same_ranks(&self, reason: &str) -> Error {
+        let (dir, world) = (self.directory.path(), self.ranks.len());
+        let root = dir.parent().unwrap_or(dir).display();
+        Error::new(
+            Kind::Mismatch,
+            format!(
+                "{} is a linked checkpoint of {world} ranks, for a restart of the same ranks, and {reason}: make it one that \
+                 any ranks load by `embcache compact {root}`, or another directory of it by `embcache reshard`",
+                dir.display()
+            ),
+        )
     }
 }
 
