@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::rows::{InitializerSpec, RowLayout};
 use crate::runtime::budget::SharedBudget;
 use crate::types::BucketMapper;
@@ -64,7 +64,7 @@ impl OptimizerKind {
     pub fn from_name(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
             let known: Vec<&str> = Self::ALL.iter().map(|kind| kind.name()).collect();
-            Error::new(Kind::Config, format!("optimizer {name:?} is not known: use one of {}", known.join(", ")))
+            Kind::Config.error(format!("optimizer {name:?} is not known: use one of {}", known.join(", ")))
         })
     }
 
@@ -126,7 +126,7 @@ impl PolicyKind {
     pub fn from_name(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
             let known: Vec<String> = Self::ALL.iter().map(|kind| format!("{:?}", kind.name())).collect();
-            Error::new(Kind::Config, format!("policy {name:?} is not known: use one of {}", known.join(", ")))
+            Kind::Config.error(format!("policy {name:?} is not known: use one of {}", known.join(", ")))
         })
     }
 }
@@ -292,7 +292,7 @@ impl EvictionRule {
     ///
     /// Errors: `Config`, which names the parameter.
     pub fn check(&self) -> Result<()> {
-        let refuse = |message: String| Err(Error::new(Kind::Config, message));
+        let refuse = |message: String| Err(Kind::Config.error(message));
         match self {
             Self::Unused { steps: 0 } => refuse("eviction after 0 unused steps: give at least 1 step".into()),
             Self::ScoreBelow(below) if !(below.is_finite() && *below > 0.0) => {

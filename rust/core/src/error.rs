@@ -41,6 +41,13 @@ pub enum Kind {
     Stale,
 }
 
+impl Kind {
+    /// Creates an error of this kind.
+    pub fn error(self, message: impl Into<String>) -> Error {
+        Error { kind: self, message: message.into(), path: None, errno: None }
+    }
+}
+
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -57,7 +64,7 @@ pub struct Error {
 impl Error {
     /// Creates an error of `kind`.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), path: None, errno: None }
+        kind.error(message)
     }
 
     /// Creates the error of a failed file operation. `operation` is in the infinitive ("write the segment").
@@ -98,25 +105,20 @@ impl Error {
         expected: impl std::fmt::Display,
         got: impl std::fmt::Display,
     ) -> Self {
-        Self {
-            kind: Kind::Corruption,
-            message: format!(
+        Kind::Corruption
+            .error(format!(
                 "{} is damaged at byte {offset}: {subject} should be {expected} and is {got}",
                 path.display()
-            ),
-            path: Some(path.to_owned()),
-            errno: None,
-        }
+            ))
+            .at(path)
     }
 
     /// Creates the error of an `operation` that panicked. `panic` is the panic's payload.
     pub fn panicked(operation: &str, panic: &(dyn Any + Send)) -> Self {
         let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         let said = said.unwrap_or("no message");
-        Self::new(
-            Kind::State,
-            format!("{operation} ended in a panic ({said}): this is a bug of torchrec-embcache, report it"),
-        )
+        Kind::State
+            .error(format!("{operation} ended in a panic ({said}): this is a bug of torchrec-embcache, report it"))
     }
 
     /// Sets `path` as the file or directory of the error.

@@ -419,11 +419,11 @@ fn system_directory(path: &Path) -> Option<&'static str> {
 }
 
 fn path_error(user_path: &Path, field: &str, why: &str) -> Error {
-    Error::new(Kind::Path, format!("{field} '{}' {why}", user_path.display())).at(user_path)
+    Kind::Path.error(format!("{field} '{}' {why}", user_path.display())).at(user_path)
 }
 
 fn permission_error(path: &Path, why: String) -> Error {
-    Error::new(Kind::Permission, why).at(path)
+    Kind::Permission.error(why).at(path)
 }
 
 /// Like [`checked_user_path`], but an absolute path may have any length that the OS accepts, because a path derived

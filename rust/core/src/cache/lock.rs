@@ -17,7 +17,7 @@ use super::placement::{DeviceCopies, PlanPins};
 use super::plan_lock::PlanGuard;
 use super::residency::Residency;
 use super::table_context::TableContext;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::runtime::call_context::{ForeignCall, ForeignCode};
 use crate::runtime::sync::{
     AtomicBool, AtomicU32, Condvar, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock, wait,
@@ -100,15 +100,14 @@ impl TableInner {
 
     fn check_usable<'a>(&self, guard: TableGuard<'a>) -> Result<TableGuard<'a>> {
         if let Some(reason) = guard.unusable() {
-            let message = format!("table {:?} cannot be used: {reason}", self.config.name);
-            return Err(Error::new(Kind::State, message));
+            return Err(Kind::State.error(format!("table {:?} cannot be used: {reason}", self.config.name)));
         }
         Ok(guard)
     }
 
     fn check_open(&self) -> Result<()> {
         if self.is_closed() {
-            return Err(Error::new(Kind::State, format!("table {:?} is closed", self.config.name)));
+            return Err(Kind::State.error(format!("table {:?} is closed", self.config.name)));
         }
         self.check_process()
     }
@@ -116,15 +115,12 @@ impl TableInner {
     fn make_guard<'a>(&'a self, locked: MutexGuard<'a, LockedTable>) -> Result<TableGuard<'a>> {
         let mut guard = TableGuard::new(&self.poison, &self.context.lock_held, locked);
         if let Some(cause) = self.poison.cause() {
-            return Err(Error::new(
-                Kind::State,
-                format!(
-                    "table {:?} cannot be used since {}: open the table again, to go on from its last flush, or load a checkpoint \
-                     into a new one",
-                    self.config.name,
-                    cause.description()
-                ),
-            ));
+            return Err(Kind::State.error(format!(
+                "table {:?} cannot be used since {}: open the table again, to go on from its last flush, or load a checkpoint \
+                 into a new one",
+                self.config.name,
+                cause.description()
+            )));
         }
         if self.deferred.has_any() {
             self.run_deferred(&mut guard);
@@ -177,14 +173,11 @@ impl TableInner {
         if self.pid == std::process::id() {
             return Ok(());
         }
-        Err(Error::new(
-            Kind::State,
-            format!(
-                "table {:?} was opened by process {} and is used in a forked child: open tables after the fork, or start \
+        Err(Kind::State.error(format!(
+            "table {:?} was opened by process {} and is used in a forked child: open tables after the fork, or start \
                  workers with the spawn method",
-                self.config.name, self.pid
-            ),
-        ))
+            self.config.name, self.pid
+        )))
     }
 
     /// Rejects every later use.

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::rows::{RowHeader, RowList, RowRef};
 use crate::runtime::memory;
 use crate::types::Id;
@@ -233,10 +233,12 @@ impl<'a> GroupGatherer<'a> {
     /// Errors: `Input` if the vector parts have another length; `Memory`; those of the sink.
     pub fn add(&mut self, mut headers: &[RowHeader], mut vectors: &[f32]) -> Result<()> {
         if vectors.len() != headers.len() * self.floats {
-            return Err(Error::new(
-                Kind::Input,
-                format!("{} rows come with {} floats instead of {} each", headers.len(), vectors.len(), self.floats),
-            ));
+            return Err(Kind::Input.error(format!(
+                "{} rows come with {} floats instead of {} each",
+                headers.len(),
+                vectors.len(),
+                self.floats
+            )));
         }
         while !headers.is_empty() {
             if self.headers.is_empty() {

@@ -15,7 +15,7 @@ use super::snapshot::{
 };
 use super::table_context::TableContext;
 use crate::config::{AdmissionRule, EvictionRule, MissingRead, OnFull, TableConfig};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::io::IoEngine;
 use crate::lifecycle::admission::{self, RowAdmitter};
 use crate::lifecycle::{BucketCounts, ExpirySweep, OovRow, RankKeyRange, ScoreHistogram, StepClock};
@@ -330,10 +330,10 @@ impl Table {
         let _open = self.inner.lock_any()?;
         match (&self.inner.ssd, &self.inner.config.ssd) {
             (Some(ssd), Some(config)) => ssd.check_space(config, files.rows(), files.bytes()),
-            _ => Err(Error::new(
-                Kind::Mismatch,
-                format!("table {:?} has no SSD tier to take segments: give it ssd_bytes", self.inner.config.name),
-            )),
+            _ => Err(Kind::Mismatch.error(format!(
+                "table {:?} has no SSD tier to take segments: give it ssd_bytes",
+                self.inner.config.name
+            ))),
         }
     }
 
@@ -415,7 +415,7 @@ impl Table {
 }
 
 fn check(config: &TableConfig, gathers: bool) -> Result<()> {
-    let refuse = |message: String| Err(Error::new(Kind::Config, format!("table {:?}: {message}", config.name)));
+    let refuse = |message: String| Err(Kind::Config.error(format!("table {:?}: {message}", config.name)));
     if config.name.is_empty() {
         return refuse("name is empty: give the table a name".into());
     }
@@ -601,7 +601,7 @@ impl Table {
 /// Returns the ids of rows to import, after checking that they are distinct and belong to this shard.
 fn check_block(table: &TableInner, block: RowBlock<'_>) -> Result<Vec<Id>> {
     let (floats, name) = (table.floats(), &table.config.name);
-    let refuse = |message: String| Err(Error::new(Kind::Input, format!("table {name:?}: {message}")));
+    let refuse = |message: String| Err(Kind::Input.error(format!("table {name:?}: {message}")));
     let rows = block.headers.len();
     if block.vectors.len() != rows * floats {
         return refuse(format!(

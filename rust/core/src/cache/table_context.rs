@@ -221,13 +221,10 @@ impl TableContext {
 
     /// The error for a caller that would wait for a lock that it holds itself.
     pub(crate) fn called_from_within(&self, activity: &str) -> Error {
-        Error::new(
-            Kind::State,
-            format!(
-                "table {:?} is used by code that runs while {activity} (a destructor, perhaps, or an object that the garbage collector \
-                 finalizes), which would wait for itself for ever: use the table when that is done",
-                self.config.name
-            ),
-        )
+        Kind::State.error(format!(
+            "table {:?} is used by code that runs while {activity} (a destructor, perhaps, or an object that the garbage collector \
+             finalizes), which would wait for itself for ever: use the table when that is done",
+            self.config.name
+        ))
     }
 }

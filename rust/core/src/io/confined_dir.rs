@@ -83,11 +83,9 @@ impl ConfinedEngine {
         let mut current = self.root.clone();
         for component in below.components() {
             let Component::Normal(name) = component else {
-                return Err(Error::new(
-                    Kind::Path,
-                    format!("{} contains '..': give a path without it", path.display()),
-                )
-                .at(path));
+                return Err(Kind::Path
+                    .error(format!("{} contains '..': give a path without it", path.display()))
+                    .at(path));
             };
             current.push(name);
             let from = opened.as_ref().unwrap_or(&self.directory);
@@ -95,14 +93,12 @@ impl ConfinedEngine {
             let next = rustix::fs::openat(from, name, flags, Mode::empty()).map_err(|errno| {
                 match errno {
                     // Kernels return different errors for a symbolic link or a file in a directory's place.
-                    Errno::NOTDIR | Errno::LOOP | Errno::MLINK => Error::new(
-                        Kind::Path,
-                        format!(
+                    Errno::NOTDIR | Errno::LOOP | Errno::MLINK => Kind::Path
+                        .error(format!(
                             "{} is a symbolic link or no directory: put the directory itself in its place",
                             current.display()
-                        ),
-                    )
-                    .at(&current),
+                        ))
+                        .at(&current),
                     errno => Error::io("open", &current, &errno.into()),
                 }
             })?;

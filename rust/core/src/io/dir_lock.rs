@@ -161,12 +161,11 @@ impl DirLock {
             Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP
                 if purpose == DirLockPurpose::ToChange =>
             {
-                let what = format!(
+                Err(Kind::Storage.error(format!(
                     "cannot lock {}: its file system has no locks on directories ({errno}; NFS has none), so that processes that save \
                      there would meet: save to another file system",
                     dir.display()
-                );
-                Err(Error::new(Kind::Storage, what).at(dir))
+                )).at(dir))
             }
             Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP => {
                 Ok(Self::from_guard(dir, ()))
@@ -203,13 +202,10 @@ fn owner(file: &mut File) -> String {
 }
 
 pub(super) fn in_use_error(dir: &Path, holder: &str) -> Error {
-    Error::new(
-        Kind::InUse,
-        format!(
-            "{} is in use {holder}: close that table, end that process and those it started, or give this table a directory of its own",
-            dir.display()
-        ),
-    )
+    Kind::InUse.error(format!(
+        "{} is in use {holder}: close that table, end that process and those it started, or give this table a directory of its own",
+        dir.display()
+    ))
 }
 
 pub(super) fn conflict_error(dir: &Path, purpose: DirLockPurpose) -> Error {
@@ -223,7 +219,7 @@ pub(super) fn conflict_error(dir: &Path, purpose: DirLockPurpose) -> Error {
             dir.display()
         ),
     };
-    Error::new(Kind::InUse, format!("{} is in use: {by}", dir.display())).at(dir)
+    Kind::InUse.error(format!("{} is in use: {by}", dir.display())).at(dir)
 }
 
 /// The locked descriptors, which forked children release.

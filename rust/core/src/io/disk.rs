@@ -123,7 +123,7 @@ impl<R: BatchReader> IoEngine for DiskEngine<R> {
             Err(error) => return Err(Error::io("inspect", path, &error)),
         };
         let refuse =
-            |kind, why: &str| Err(Error::new(kind, format!("the directory {} {why}", path.display())).at(path));
+            |kind: Kind, why: &str| Err(kind.error(format!("the directory {} {why}", path.display())).at(path));
         if found.is_symlink() {
             return refuse(Kind::Path, "is a symbolic link: name its target");
         }
@@ -473,13 +473,10 @@ fn check_process(made: u32) -> Result<()> {
     if made == current {
         return Ok(());
     }
-    Err(Error::new(
-        Kind::State,
-        format!(
-            "this table's files were opened by process {made}, and this is process {current}, which was forked from it: make the table \
-             in this process (multiprocessing start method \"spawn\")"
-        ),
-    ))
+    Err(Kind::State.error(format!(
+        "this table's files were opened by process {made}, and this is process {current}, which was forked from it: make the table \
+         in this process (multiprocessing start method \"spawn\")"
+    )))
 }
 
 /// Retries a system call while signals interrupt it.

@@ -63,13 +63,12 @@ fn check_mapping_limit(path: &Path, mapped: usize, allowed: usize) -> Result<()>
     if mapped < allowed / 4 * 3 {
         return Ok(());
     }
-    let what = format!(
+    Err(Kind::Capacity.error(format!(
         "{} is not mapped: this process has mapped {mapped} files, of the {allowed} mappings that the system allows it. Allow more, as by \
          `sysctl -w vm.max_map_count={}`, or have fewer files: make one checkpoint of each chain by `embcache compact`",
         path.display(),
         allowed.saturating_mul(4)
-    );
-    Err(Error::new(Kind::Capacity, what).at(path))
+    )).at(path))
 }
 
 impl SharedPages {
@@ -212,12 +211,11 @@ impl FileMapping {
     }
 
     fn unreadable_error(&self, range: &Range<usize>) -> Error {
-        let what = format!(
+        Kind::Corruption.error(format!(
             "cannot read bytes {range:?} of {}: the file was cut, or the disk does not give them. Make the checkpoint again, or serve \
              another one",
             self.path.display()
-        );
-        Error::new(Kind::Corruption, what).at(&self.path)
+        )).at(&self.path)
     }
 
     /// Returns the pages of a range, within the mapping.

@@ -162,10 +162,7 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     /// fails without waiting with `Kind::InUse`. Engines that wrap another one only for directories need not support
     /// it.
     fn lock_file(&self, path: &Path) -> Result<DirLock> {
-        Err(Error::new(
-            Kind::Unsupported,
-            format!("cannot lock {}: this engine locks directories only", path.display()),
-        ))
+        Err(Kind::Unsupported.error(format!("cannot lock {}: this engine locks directories only", path.display())))
     }
     /// Locks a directory itself: shared to read it, or exclusively for other purposes. If another lock conflicts with
     /// it, fails without waiting with `Kind::InUse`. This is independent of [`IoEngine::lock_dir`].
@@ -242,9 +239,7 @@ fn choose_engine(requested: Option<&str>) -> Result<Arc<dyn IoEngine>> {
         })),
         Some("uring") => uring_engine(),
         Some("pread") => Ok(Arc::new(PsyncEngine::default())),
-        Some(other) => {
-            Err(Error::new(Kind::Config, format!("{ENGINE_VARIABLE}={other:?} is not known: use uring or pread")))
-        }
+        Some(other) => Err(Kind::Config.error(format!("{ENGINE_VARIABLE}={other:?} is not known: use uring or pread"))),
     }
 }
 
@@ -253,22 +248,17 @@ fn check_aligned(path: &Path, offset: u64, len: usize) -> Result<()> {
     if offset.is_multiple_of(ALIGNMENT as u64) && len.is_multiple_of(ALIGNMENT) {
         return Ok(());
     }
-    Err(Error::new(
-        Kind::Input,
-        format!(
-            "cannot write {len} bytes at byte {offset} of {}: offset and length must be multiples of {ALIGNMENT}",
-            path.display()
-        ),
-    ))
+    Err(Kind::Input.error(format!(
+        "cannot write {len} bytes at byte {offset} of {}: offset and length must be multiples of {ALIGNMENT}",
+        path.display()
+    )))
 }
 
 /// The error of opening a path with `O_NOFOLLOW`.
 fn open_error(action: &str, path: &Path, source: &std::io::Error) -> Error {
     if source.raw_os_error() == Some(libc::ELOOP) {
-        return Error::new(
-            Kind::Path,
-            format!("cannot {action} {}: it is a symbolic link; give the path it points to", path.display()),
-        );
+        return Kind::Path
+            .error(format!("cannot {action} {}: it is a symbolic link; give the path it points to", path.display()));
     }
     Error::io(action, path, source)
 }
@@ -294,7 +284,7 @@ fn uring_engine() -> Result<Arc<dyn IoEngine>> {
 
 #[cfg(not(target_os = "linux"))]
 fn uring_engine() -> Result<Arc<dyn IoEngine>> {
-    Err(Error::new(Kind::Unsupported, "io_uring exists on Linux only: unset EMBCACHE_IO or set it to pread"))
+    Err(Kind::Unsupported.error("io_uring exists on Linux only: unset EMBCACHE_IO or set it to pread"))
 }
 
 #[cfg(test)]

@@ -324,12 +324,9 @@ impl Drop for UringBatch<'_, '_> {
 impl UringReader {
     fn new() -> Result<Self> {
         let refused = |e: &io::Error| {
-            Error::new(
-                Kind::Unsupported,
-                format!(
-                    "this system refuses io_uring ({e}): set EMBCACHE_IO=pread, or allow the io_uring system calls"
-                ),
-            )
+            Kind::Unsupported.error(format!(
+                "this system refuses io_uring ({e}): set EMBCACHE_IO=pread, or allow the io_uring system calls"
+            ))
         };
         let mut ring = UringRing::new().map_err(|e| refused(&e))?;
         probe(&mut ring).map_err(|e| refused(&e))?;

@@ -4,7 +4,7 @@
 use std::mem::MaybeUninit;
 
 use super::thread_pool::{DisjointPtr, parallel_ranges};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::types::CacheSlot;
 
 /// Minimum occurrences of a batch that one thread transposes.
@@ -203,10 +203,9 @@ impl PooledGradient {
             let starts_at_0 = feature.offsets.first().is_none_or(|&first| first == 0);
             assert!(starts_at_0 && feature.offsets.is_sorted(), "offsets must start at 0 and must not decrease");
             if bags.saturating_mul(columns) > u32::MAX as usize {
-                return Err(Error::new(
-                    Kind::Input,
-                    format!("the pooled output has {bags} × {columns} elements, 2^32 or more: use smaller batches"),
-                ));
+                return Err(Kind::Input.error(format!(
+                    "the pooled output has {bags} × {columns} elements, 2^32 or more: use smaller batches"
+                )));
             }
             let cost_before =
                 |bag: usize| feature.offsets.get(bag).map_or(0, |&offset| offset as u64 + bag as u64) * COST;

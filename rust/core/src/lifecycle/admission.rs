@@ -10,7 +10,7 @@ use super::AdmissionCounters;
 use super::admission_counters::{AdmissionCount, BucketCounts, CountedId, SnapshotCounts};
 use super::counter_map::CounterSpot;
 use crate::config::{AdmissionRule, TableConfig};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::rows::philox;
 use crate::types::{BucketMapper, Id, hash_id};
 
@@ -292,7 +292,7 @@ impl RowAdmitter {
 
 /// Checks that a rule's parameters are in range. Returns `Kind::Config`, which names the parameter, if not.
 pub(crate) fn check(rule: &AdmissionRule) -> Result<()> {
-    let refuse = |message: String| Err(Error::new(Kind::Config, message));
+    let refuse = |message: String| Err(Kind::Config.error(message));
     let check_memory = |memory: u64| {
         if memory == 0 {
             refuse("admission memory=0: give the counts some bytes, such as 64 MiB".into())

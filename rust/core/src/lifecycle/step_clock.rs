@@ -203,7 +203,7 @@ impl TryFrom<String> for StepClock {
 }
 
 fn damaged_error(problem: &str) -> Error {
-    Error::new(Kind::Corruption, format!("a step clock {problem}"))
+    Kind::Corruption.error(format!("a step clock {problem}"))
 }
 
 /// Parses a word of decimal digits.

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::layout::{RowAddress, RowHeader, RowLayout, RowRef};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::runtime::mapping::{AnonymousMapping, page_bytes};
 use crate::runtime::sync::lock;
 use crate::types::CacheSlot;
@@ -87,13 +87,10 @@ impl RowArena {
     pub fn reserve_overflow(&self, rows: u32) -> Result<()> {
         // The slot number u32::MAX is NO_SLOT.
         if u64::from(self.capacity) + u64::from(rows) > u64::from(u32::MAX) {
-            return Err(Error::new(
-                Kind::Capacity,
-                format!(
-                    "{} slots and {rows} overflow slots are more than the 2^32 - 1 slot numbers: use smaller batches",
-                    self.capacity
-                ),
-            ));
+            return Err(Kind::Capacity.error(format!(
+                "{} slots and {rows} overflow slots are more than the 2^32 - 1 slot numbers: use smaller batches",
+                self.capacity
+            )));
         }
         if rows == 0 {
             return Ok(());

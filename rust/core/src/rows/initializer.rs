@@ -94,7 +94,7 @@ impl InitializerSpec {
 }
 
 fn value_error(field: &str, value: f32, problem: &str) -> Error {
-    Error::new(Kind::Config, format!("initializer.{field} is {value}: it {problem}"))
+    Kind::Config.error(format!("initializer.{field} is {value}: it {problem}"))
 }
 
 fn check_finite(field: &str, value: f32) -> Result<()> {

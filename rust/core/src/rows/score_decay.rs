@@ -8,7 +8,7 @@
 
 use std::sync::LazyLock;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 
 /// The parts of a half life.
 const PARTS: u64 = 1024;
@@ -49,8 +49,9 @@ impl ScoreDecay {
     /// Errors: `Config` if `half_life` is 0 or more than [`ScoreDecay::LONGEST`].
     pub fn new(half_life: u64) -> Result<Self> {
         if !(1..=Self::LONGEST).contains(&half_life) {
-            let message = format!("score_half_life_steps={half_life} is out of range: give 1 to 2^53 steps");
-            return Err(Error::new(Kind::Config, message));
+            return Err(
+                Kind::Config.error(format!("score_half_life_steps={half_life} is out of range: give 1 to 2^53 steps"))
+            );
         }
         Ok(Self { half_life, factors: &FACTORS })
     }

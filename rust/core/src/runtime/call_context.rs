@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use crate::error::{Error, Kind};
+use crate::error::Kind;
 use crate::runtime::memory;
 use crate::runtime::process::{PerProcess, is_main_thread};
 use crate::runtime::sync::{Mutex, lock};
@@ -67,7 +67,7 @@ pub fn off_main_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     let pool = ASIDE.get(|| {
         memory::check_system_memory("start a thread beside the main one", memory::THREAD_START_BYTES)?;
         let builder = ThreadPoolBuilder::new().num_threads(1).thread_name(|_| "embcache-aside".into());
-        builder.build().map_err(|error| Error::new(Kind::Storage, format!("cannot start a thread: {error}")))
+        builder.build().map_err(|error| Kind::Storage.error(format!("cannot start a thread: {error}")))
     });
     let me = CallContext::current();
     match pool {

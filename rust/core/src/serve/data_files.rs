@@ -238,13 +238,12 @@ impl RowFileSet {
         let stored = reader.spec().precision.unwrap_or(WeightPrecision::Fp32);
         let is_rounded = stored == WeightPrecision::Fp32 && !self.links.is_empty();
         if stored != self.precision && !is_rounded {
-            let what = format!(
+            return Err(Kind::Mismatch.error(format!(
                 "checkpoint {} has weights in {} and the one before it in {}: serve the trainer's own checkpoints, or convert the newest one",
                 link.name,
                 stored.name(),
                 self.precision.name()
-            );
-            return Err(Error::new(Kind::Mismatch, what));
+            )));
         }
         let files = reader.row_file_offsets();
         let end = self.all.len() + files.len();
@@ -259,13 +258,12 @@ impl RowFileSet {
             ));
         }
         if end as u64 >= (1_u64 << (32 - self.row_bits)) {
-            let what = format!(
+            return Err(Kind::Unsupported.error(format!(
                 "a table has {end} data files in the {} checkpoints of its chain, with up to {} rows each, and one process serves fewer: save a \
                  full checkpoint, or make one of the chain by `embcache compact`, and convert it where a trainer's deltas are followed",
                 self.links.len() + 1,
                 1_u64 << self.row_bits
-            );
-            return Err(Error::new(Kind::Unsupported, what));
+            )));
         }
         let open = |file| RowFile::open(engine, file, stored.row_bytes(self.dim), self.access);
         let files = files.iter().map(|file| open(file).map(Arc::new));

@@ -6,7 +6,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use super::server::{NewestCheckpoints, TableServer};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::runtime::process::lower_priority;
 use crate::runtime::sync::lock;
 
@@ -65,12 +65,12 @@ impl TableServer {
     /// Errors: `Config` if the interval is 0; `Storage` if the OS cannot start a thread.
     pub fn follow(self: &Arc<Self>, every: Duration) -> Result<ServingFollower> {
         if every.is_zero() {
-            return Err(Error::new(Kind::Config, "poll_seconds must be more than 0"));
+            return Err(Kind::Config.error("poll_seconds must be more than 0"));
         }
         let (stop, serving) = (Arc::new(FollowerStop::default()), Arc::downgrade(self));
         let theirs = Arc::clone(&stop);
         let thread = Builder::new().name("embcache-follow".into()).spawn(move || run(&theirs, &serving, every));
-        let thread = thread.map_err(|error| Error::new(Kind::Storage, format!("cannot start a thread: {error}")))?;
+        let thread = thread.map_err(|error| Kind::Storage.error(format!("cannot start a thread: {error}")))?;
         Ok(ServingFollower { stop, thread: Some(thread), process: std::process::id() })
     }
 }
@@ -98,7 +98,7 @@ fn run(stop: &FollowerStop, serving: &Weak<TableServer>, every: Duration) {
 /// succeed.
 fn poll_once(stop: &FollowerStop, serving: &TableServer, back_off: &mut PollBackoff) {
     let mut wait = || {
-        let ended = || Error::new(Kind::State, "the follower was ended");
+        let ended = || Kind::State.error("the follower was ended");
         if *lock(&stop.is_requested) { Err(ended()) } else { Ok(()) }
     };
     let mut newest = None;

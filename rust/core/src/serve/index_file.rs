@@ -181,11 +181,9 @@ fn open_table(file: &Arc<FileMapping>, table: &ServeIndexTable) -> Result<Option
         found = crc32c::crc32c_append(found, &file.bytes()[piece]);
     }
     if found != table.crc32c {
-        return Err(Error::new(
-            Kind::Corruption,
-            format!("{} is corrupted: remove it, and the server builds it again", file.path().display()),
-        )
-        .at(file.path()));
+        return Err(Kind::Corruption
+            .error(format!("{} is corrupted: remove it, and the server builds it again", file.path().display()))
+            .at(file.path()));
     }
     let lines: &[IndexLine] = bytemuck::try_cast_slice(&file.bytes()[range.clone()]).unwrap_or_default();
     // A search continues past lines with passed ids, so at least one line must end it.

@@ -7,7 +7,7 @@ use super::overlay::DeltaOverlay;
 use super::page_age::major_faults;
 use crate::checkpoint::TableSpec;
 use crate::config::MissingRead;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::rows::{RowInitializer, WeightPrecision};
 use crate::runtime::simd::{InstructionSet, SimdJob};
 use crate::types::{CacheSlot, Id, NO_SLOT};
@@ -458,11 +458,10 @@ impl MissingWeights {
             (MissingRead::Initial, _) => Self::Initial(RowInitializer::new(spec.initializer, spec.seed, spec.key)?),
             (MissingRead::OovRow, Some(row)) => Self::OovRow(row),
             (MissingRead::OovRow, None) => {
-                let what = format!(
+                return Err(Kind::Mismatch.error(format!(
                     "table {:?} of module {:?} has no OOV row in its checkpoint: set missing= to \"zeros\", \"initial\" or a number",
                     spec.table, spec.module
-                );
-                return Err(Error::new(Kind::Mismatch, what));
+                )));
             }
         })
     }

@@ -8,7 +8,7 @@ use super::open::{has_large_overlay, load_or_build_indexes};
 use super::source::ServingSource;
 use super::version::{ChainIndexes, ServedVersion, with_indexes};
 use crate::checkpoint::WaitCallback;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::runtime::process::lower_priority;
 
 /// Builds indexes that cover an entire version.
@@ -65,7 +65,7 @@ impl IndexMerger {
             // Requests have priority.
             lower_priority();
             let mut wait = || {
-                let dropped = || Error::new(Kind::State, "no server serves the checkpoint");
+                let dropped = || Kind::State.error("no server serves the checkpoint");
                 if server.strong_count() == 0 { Err(dropped()) } else { Ok(()) }
             };
             let indexed = merger.make_indexes(&version, &mut wait);

@@ -136,12 +136,13 @@ fn resolve_name(root: &CheckpointDirectory, at: Option<&str>) -> Result<Checkpoi
         }
     }
     let all: Vec<String> = names.iter().map(ToString::to_string).collect();
-    let what = format!(
-        "{} has no checkpoint {at:?}; it has [{}]: give one of these names, or its number",
-        root.path().display(),
-        all.join(", ")
-    );
-    Err(Error::new(Kind::Path, what).at(root.path()))
+    Err(Kind::Path
+        .error(format!(
+            "{} has no checkpoint {at:?}; it has [{}]: give one of these names, or its number",
+            root.path().display(),
+            all.join(", ")
+        ))
+        .at(root.path()))
 }
 
 pub(super) fn open_first_version(
@@ -248,8 +249,9 @@ pub(super) fn load_or_build_indexes(
     let name = &newest.manifest().name;
     let Some(directory) = writable.map(|root| root.subdirectory(name)) else {
         check_private_bytes(newest, max_bytes)?;
-        let what = format!("no file may be written in the directory of checkpoint {name}");
-        let error = Error::new(Kind::Path, what).at(newest.directory().path());
+        let error = Kind::Path
+            .error(format!("no file may be written in the directory of checkpoint {name}"))
+            .at(newest.directory().path());
         return Ok((build_indexes(opened, files, wait)?, ServeIndexOutcome::NotWritten(error)));
     };
     let _alone = match wait_for_lock(&directory, || load_matching_indexes(&directory, opened, files), wait)? {
@@ -278,13 +280,12 @@ fn check_private_bytes(newest: &OpenCheckpoint, max_bytes: Option<u64>) -> Resul
     let needed = rows.saturating_mul(INDEX_BYTES_PER_ROW);
     match max_bytes {
         Some(max_bytes) if needed > max_bytes => {
-            let what = format!(
+            Err(Kind::Capacity.error(format!(
                 "the indexes of checkpoint {} would take {needed} bytes of this process's memory, because no file can be written for them, and \
                  host_bytes allows {max_bytes}: serve a directory in which `embcache index` was run by a user who may write there, convert the \
                  newest checkpoint where a trainer's deltas are followed, or allow more",
                 newest.manifest().name
-            );
-            Err(Error::new(Kind::Capacity, what))
+            )))
         }
         _ => Ok(()),
     }

@@ -122,8 +122,7 @@ impl DeltaOverlay {
 fn precision_error(files: &RowFileSet, id: Id) -> Error {
     let name = &files.links()[files.links().len() - 1].name;
     let precision = files.precision().name();
-    let what = format!(
+    Kind::Input.error(format!(
         "checkpoint {name} has a weight in the row of id {id} that {precision} cannot hold: serve a checkpoint in a wider precision, such as bf16"
-    );
-    Error::new(Kind::Input, what)
+    ))
 }

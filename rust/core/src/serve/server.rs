@@ -110,7 +110,7 @@ impl TableServer {
     ) -> Result<Arc<Self>> {
         if options.at.is_some() && options.source.is_some() {
             let what = "one checkpoint is served for good with `at`, and newer ones with `source`: give one of them";
-            return Err(Error::new(Kind::Config, what));
+            return Err(Kind::Config.error(what));
         }
         let source = ServingSource { writable: writable_directory(&root), root, trainer: options.source.clone() };
         let opening = ServeContext {
@@ -157,14 +157,13 @@ impl TableServer {
         if let Some(limit) = self.options.max_staleness.filter(|_| self.options.raise_when_stale) {
             let age = staleness(&version);
             if age > limit {
-                let what = format!(
+                return Err(Kind::Stale.error(format!(
                     "checkpoint {} was published {:.1} s ago, and at most {:.1} s are allowed: see whether the trainer saves, and whether \
                      its checkpoints can be read (`last_error` of the statistics says)",
                     version.name,
                     age.as_secs_f64(),
                     limit.as_secs_f64()
-                );
-                return Err(Error::new(Kind::Stale, what));
+                )));
             }
         }
         Ok(version)
@@ -214,10 +213,9 @@ impl TableServer {
 
     /// Records that a poll panicked, which is a bug of this package.
     pub(super) fn record_panic(&self, message: &str) {
-        let what = format!(
+        self.record_poll(Some(&Kind::State.error(format!(
             "polling for a newer checkpoint panicked: {message}. This is a bug of torchrec-embcache: report this bug"
-        );
-        self.record_poll(Some(&Error::new(Kind::State, what)));
+        ))));
     }
 
     /// Returns the checkpoints that a poll would find, if they can be read.
@@ -235,11 +233,10 @@ impl TableServer {
             return Ok(PollOutcome::UpToDate);
         }
         if latest.name.seq <= served.seq && !self.source.is_built_on(latest, served)? {
-            let what = format!(
+            return Err(Kind::Mismatch.error(format!(
                 "LATEST names {}, which is not after {served}, which is served: open the directory anew to serve it",
                 latest.name
-            );
-            return Err(Error::new(Kind::Mismatch, what).at(self.source.followed().path()));
+            )).at(self.source.followed().path()));
         }
         let next = Arc::new(self.source.next(&self.opening, &before, latest, wait)?);
         let fits = check_memory(&next, self.options.host_bytes).is_ok();
@@ -285,7 +282,7 @@ impl TableServer {
         let mut state = lock(&self.state);
         let Some(previous) = state.previous.take() else {
             let what = "there is no version before the one that is served: open the directory with `at` to serve an older checkpoint";
-            return Err(Error::new(Kind::State, what));
+            return Err(Kind::State.error(what));
         };
         let replaced = self.current.swap(Arc::clone(&previous));
         // A version has the name of a checkpoint that was read, so the name is valid.
@@ -300,12 +297,11 @@ impl TableServer {
         if current == self.process {
             return Ok(());
         }
-        let what = format!(
+        Err(Kind::State.error(format!(
             "these tables were opened by process {}, and this is process {current}, which was forked from it: open them again in this process \
              to follow the trainer",
             self.process
-        );
-        Err(Error::new(Kind::State, what))
+        )))
     }
 
     /// Returns current statistics.
@@ -363,13 +359,12 @@ fn check_memory(version: &ServedVersion, limit: Option<u64>) -> Result<()> {
     let needed = private_bytes(version);
     match limit {
         Some(limit) if needed > limit => {
-            let what = format!(
+            Err(Kind::Capacity.error(format!(
                 "the indexes of checkpoint {} take {needed} bytes of this process's memory, and host_bytes allows {limit}: run `embcache index` \
                  as a user who may write to the checkpoint, so that all processes share them, convert the newest checkpoint where a \
                  trainer's deltas are followed, or allow more",
                 version.name
-            );
-            Err(Error::new(Kind::Capacity, what))
+            )))
         }
         _ => Ok(()),
     }

@@ -102,8 +102,9 @@ impl ServingSource {
         if found.eq(version.links.iter().map(RowFileLink::identity)) {
             return Ok(links);
         }
-        let what = format!("the checkpoints of {} differ from those that are served under its name", version.name());
-        Err(Error::new(Kind::Mismatch, what).at(self.followed().path()))
+        Err(Kind::Mismatch
+            .error(format!("the checkpoints of {} differ from those that are served under its name", version.name()))
+            .at(self.followed().path()))
     }
 
     /// Opens the version of a newer checkpoint: the current one with the deltas after it, if the newer one is based on
@@ -221,9 +222,8 @@ fn not_converted(newest: &OpenCheckpoint, served: &ServedVersion) -> Error {
     let path = newest.directory().path();
     let name = &newest.manifest().name;
     let origin = &served.origin().name;
-    let what = format!(
+    Kind::Mismatch.error(format!(
         "the trainer's checkpoint {name} does not build on {origin}, which is served: run `embcache convert` with `--to serving` on the \
          trainer's directory into the one that is served, so that {name} can be served too"
-    );
-    Error::new(Kind::Mismatch, what).at(path)
+    )).at(path)
 }

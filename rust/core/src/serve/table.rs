@@ -187,7 +187,7 @@ impl ServedTable {
     }
 
     fn input_error(&self, message: &str) -> Error {
-        Error::new(Kind::Input, format!("table {:?} of module {:?}: {message}", self.spec.table, self.spec.module))
+        Kind::Input.error(format!("table {:?} of module {:?}: {message}", self.spec.table, self.spec.module))
     }
 
     /// Checks that the outputs fit `rows` rows of `width` elements, and one flag per row.

@@ -16,7 +16,7 @@ use crate::checkpoint::{
     WaitCallback,
 };
 use crate::config::MissingRead;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::io::{IoOpenMode, MappingAccess};
 use crate::lifecycle::ExpirySweep;
 use crate::rows::WeightPrecision;
@@ -93,12 +93,11 @@ impl ServedVersion {
         by_name.or_else(|| self.tables.iter().find(whole)).ok_or_else(|| {
             let all: Vec<String> =
                 self.tables.iter().map(|table| format!("{}/{}", table.module(), table.name())).collect();
-            let what = format!(
+            Kind::Mismatch.error(format!(
                 "checkpoint {} has no table {name:?}, or several of that name; it has [{}]: give \"module/table\"",
                 self.name,
                 all.join(", ")
-            );
-            Error::new(Kind::Mismatch, what)
+            ))
         })
     }
 }
@@ -317,12 +316,11 @@ fn check_sweeps(files: &RowFileSet, opened: &OpenedLink<'_>, table: usize) -> Re
         return Ok(());
     }
     let name = &opened.link.manifest().name;
-    let what = format!(
+    Err(Kind::Mismatch.error(format!(
         "a rule of eviction of checkpoint {name} looks at weights, and rows that are stored in {} have others than the trainer: run \
          `embcache convert` with `--to serving` on {name}, or serve fp32",
         precision.name()
-    );
-    Err(Error::new(Kind::Mismatch, what).at(opened.link.directory().path()))
+    )).at(opened.link.directory().path()))
 }
 
 /// Returns a version with other indexes. The overlays contain the changes of the later checkpoints. `links` is the

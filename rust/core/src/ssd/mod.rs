@@ -52,7 +52,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::config::SsdConfig;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::io::IoEngine;
 use crate::rows::{RowLayout, RowMut, RowRef};
 use crate::runtime::sync::Ordering::Relaxed;
@@ -247,9 +247,11 @@ impl SsdTier {
     /// the state returns `metadata`, which has at most [`SsdTier::max_metadata_bytes`] bytes.
     pub fn publish(&self, commit_id: Option<u64>, counters: StateCounters, metadata: Vec<u8>) -> Result<()> {
         if metadata.len() > self.max_metadata_bytes() {
-            let message =
-                format!("metadata has at most {} bytes and this has {}", self.max_metadata_bytes(), metadata.len());
-            return Err(Error::new(Kind::Input, message));
+            return Err(Kind::Input.error(format!(
+                "metadata has at most {} bytes and this has {}",
+                self.max_metadata_bytes(),
+                metadata.len()
+            )));
         }
         commit::publish(&self.inner, commit_id, counters, metadata)
     }

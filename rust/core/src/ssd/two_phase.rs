@@ -92,13 +92,12 @@ impl CommitDirectory {
         let (name, dir) = parse_prepared(&read_file(&*self.engine, &path, MAX_RECORD_BYTES)?, &path)?;
         let coordinator = Self::new(self.engine.clone(), &dir);
         if !coordinator.has_name(name)? {
-            let message = format!(
+            return Err(Kind::State.error(format!(
                 "the last flush of {} ended before it was complete everywhere, and {}, which says whether it was, is not there: \
                  mount it at this place again; or load a checkpoint made with Saver and open with reopen = \"discard\"",
                 self.dir.display(),
                 dir.display()
-            );
-            return Err(Error::new(Kind::State, message).at(&dir));
+            )).at(&dir));
         }
         self.engine.exists(&coordinator.committed_path(commit_id))
     }

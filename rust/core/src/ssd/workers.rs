@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::runtime::sync::{Condvar, Mutex, lock, wait};
 
 /// Threads that write records and footers. With two, a footer is sorted while the next segment's records are written.
@@ -131,13 +131,10 @@ impl SsdWorkers {
         if pid == self.pid {
             return Ok(());
         }
-        Err(Error::new(
-            Kind::State,
-            format!(
-                "the SSD tier was opened by process {} and this is {pid}, forked from it: open tables after the fork",
-                self.pid
-            ),
-        ))
+        Err(Kind::State.error(format!(
+            "the SSD tier was opened by process {} and this is {pid}, forked from it: open tables after the fork",
+            self.pid
+        )))
     }
 
     /// Queues a task for the writer threads.
@@ -208,7 +205,7 @@ fn start_threads(name: &str, count: usize, inbox: &Arc<SsdTaskInbox>) -> Result<
         std::thread::Builder::new()
             .name(name.into())
             .spawn(work)
-            .map_err(|e| Error::new(Kind::Storage, format!("cannot start the thread {name} of the SSD tier: {e}")))?;
+            .map_err(|e| Kind::Storage.error(format!("cannot start the thread {name} of the SSD tier: {e}")))?;
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::config::PolicyKind;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::rows::{RowArena, RowHeader, RowLayout, RowList, RowRef, ScoreDecayTo};
 use crate::runtime::budget::HostBudget;
 use crate::runtime::simd::{prefetch_address, prefetch_range};
@@ -64,15 +64,12 @@ impl HostTier {
         let bytes_per_row = Self::bytes_per_row(&layout, policy);
         let [now, most] = [budget.bytes(), budget.most()].map(|bytes| (bytes / bytes_per_row).min(MOST_ROWS) as u32);
         if most == 0 {
-            return Err(Error::new(
-                Kind::Config,
-                format!(
-                    "table {table:?}: host_bytes={} holds no row: a row of dim {} takes {bytes_per_row} bytes \
-                     with its slots, metadata and index; set host_bytes to at least that, better to a batch's working set",
-                    budget.most(),
-                    layout.dim
-                ),
-            ));
+            return Err(Kind::Config.error(format!(
+                "table {table:?}: host_bytes={} holds no row: a row of dim {} takes {bytes_per_row} bytes \
+                 with its slots, metadata and index; set host_bytes to at least that, better to a batch's working set",
+                budget.most(),
+                layout.dim
+            )));
         }
         let arena = RowArena::growing(layout, now, most)?;
         Ok(Self {

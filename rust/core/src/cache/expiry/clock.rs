@@ -5,7 +5,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::config::TableConfig;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::lifecycle::StepClock;
 
 /// Times of a table's training steps, and its current time.
@@ -81,13 +81,10 @@ impl TableClock {
         }
         let (given, before) = (time as f64 / 1e3, latest as f64 / 1e3);
         let name = &config.name;
-        Err(Error::new(
-            Kind::Input,
-            format!(
-                "table {name:?}: the time {given} is before {before}, the time of its last step or the one that was set last, and time does not \
-                 go back: give times that rise, from before the first step on"
-            ),
-        ))
+        Err(Kind::Input.error(format!(
+            "table {name:?}: the time {given} is before {before}, the time of its last step or the one that was set last, and time does not \
+             go back: give times that rise, from before the first step on"
+        )))
     }
 
     /// Records the time of a completed step, if a rule needs it.

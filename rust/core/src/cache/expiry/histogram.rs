@@ -4,7 +4,7 @@
 
 use super::Lifecycle;
 use crate::cache::placement::{Placement, SLOTS_AHEAD};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::lifecycle::{RankKeyRange, ScoreHistogram, ScoreHistogramBuilder};
 use crate::types::CacheSlot;
 
@@ -23,10 +23,9 @@ impl Lifecycle {
     ) -> Result<Option<(u64, ScoreHistogram)>> {
         if step != placement.changes.step {
             let (table, now) = (&placement.context.config.name, placement.changes.step);
-            let message = format!(
+            return Err(Kind::State.error(format!(
                 "table {table:?} is at step {now}, and a sweep after step {step} is asked for: sweep and save between steps"
-            );
-            return Err(Error::new(Kind::State, message));
+            )));
         }
         self.finish_sweep(placement)?;
         let now = placement.context.version();
@@ -37,10 +36,9 @@ impl Lifecycle {
         let seen = placement.count_in_ram(&mut histogram)? + placement.count_on_ssd(&mut histogram)?;
         if seen != placement.counts.rows() {
             let (table, rows) = (&placement.context.config.name, placement.counts.rows());
-            let message = format!(
+            return Err(Kind::State.error(format!(
                 "table {table:?} has {rows} rows and {seen} were counted: a bug of torchrec-embcache to report"
-            );
-            return Err(Error::new(Kind::State, message));
+            )));
         }
         Ok(Some((now, histogram.finish())))
     }

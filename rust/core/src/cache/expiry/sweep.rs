@@ -599,7 +599,7 @@ impl Placement {
     fn sweep_after(&self, step: u64, sweep_rule: Option<&EvictionRule>) -> Result<Option<ExpirySweep>> {
         let config = &self.context.config;
         let own = config.eviction.as_ref().map(|eviction| &eviction.rule);
-        let refuse = |message: &str| Err(Error::new(Kind::State, format!("table {:?}: {message}", config.name)));
+        let refuse = |message: &str| Err(Kind::State.error(format!("table {:?}: {message}", config.name)));
         let rule = match (own, sweep_rule) {
             (None, None) => return Ok(None),
             (Some(own), None) if own.is_per_sweep() => {

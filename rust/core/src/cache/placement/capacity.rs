@@ -30,18 +30,15 @@ impl Placement {
         let other_bytes = self.changes.charged_history_bytes() + self.host.row_bytes();
         let needed = |rows: u64| HostTier::charged_bytes(u64::MAX, rows) + other_bytes;
         let (capacity, rows, config) = (self.capacity_rows(), self.counts.rows(), &self.context.config);
-        Error::new(
-            Kind::Capacity,
-            format!(
-                "table {:?}: the index of its {rows} rows on SSD fills host_bytes={} and leaves no room for a row in RAM: {} bytes are \
-                 needed at least, and {} for the index of all {capacity} rows that ssd_bytes holds; set host_bytes to that, and more \
-                 for the rows of a batch",
-                config.name,
-                config.host_bytes,
-                needed(rows + 1).max(config.host_bytes + 1),
-                needed(capacity.max(rows + 1)).max(config.host_bytes + 1),
-            ),
-        )
+        Kind::Capacity.error(format!(
+            "table {:?}: the index of its {rows} rows on SSD fills host_bytes={} and leaves no room for a row in RAM: {} bytes are \
+             needed at least, and {} for the index of all {capacity} rows that ssd_bytes holds; set host_bytes to that, and more \
+             for the rows of a batch",
+            config.name,
+            config.host_bytes,
+            needed(rows + 1).max(config.host_bytes + 1),
+            needed(capacity.max(rows + 1)).max(config.host_bytes + 1),
+        ))
     }
 
     /// True if `more` rows, the current rows and the rows that batches in flight may add all fit.
@@ -111,14 +108,11 @@ impl Placement {
             Some(_) => self.capacity_rows(),
             None => self.host.budget().within_reach() / self.host.row_bytes(),
         };
-        Error::new(
-            Kind::Capacity,
-            format!(
-                "table {:?} is full: {tier} holds {capacity} rows, {rows} are there and {more} new ones are to be added; {cure}, or \
-                 set on_full=\"evict\" to drop rows by policy",
-                self.context.config.name,
-            ),
-        )
+        Kind::Capacity.error(format!(
+            "table {:?} is full: {tier} holds {capacity} rows, {rows} are there and {more} new ones are to be added; {cure}, or \
+             set on_full=\"evict\" to drop rows by policy",
+            self.context.config.name,
+        ))
     }
 
     /// Checks that `stay` rows, `more` new rows and the rows that batches in flight may add fit together.
@@ -128,14 +122,11 @@ impl Placement {
             return Ok(());
         }
         let (tier, cure) = self.last_tier(stay + new);
-        Err(Error::new(
-            Kind::Capacity,
-            format!(
-                "table {:?}: {tier} holds {capacity} rows, and there is no room for {new} new ones, because this batch and others in \
-                 flight use {stay} of its rows; {cure}, or use smaller batches",
-                self.context.config.name,
-            ),
-        ))
+        Err(Kind::Capacity.error(format!(
+            "table {:?}: {tier} holds {capacity} rows, and there is no room for {new} new ones, because this batch and others in \
+             flight use {stay} of its rows; {cure}, or use smaller batches",
+            self.context.config.name,
+        )))
     }
 
     /// Checks that `more` rows fit once all droppable rows are dropped.

@@ -162,10 +162,9 @@ impl Placement {
         }
         self.copies.pending_reads.extend(missing);
         let table = &self.context.config.name;
-        let message = format!(
+        Err(Kind::State.error(format!(
             "table {table:?}: rows of its device tier were to be read first: a bug of torchrec-embcache to report"
-        );
-        Err(Error::new(Kind::State, message))
+        )))
     }
 
     /// Returns copies of the rows in these device slots. Errors: as [`Placement::require_copies`], and `Memory`.

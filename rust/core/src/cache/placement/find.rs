@@ -49,13 +49,10 @@ impl Placement {
     }
 
     pub(crate) fn in_use_error(&self, subject: impl std::fmt::Display) -> Error {
-        Error::new(
-            Kind::State,
-            format!(
-                "table {:?}: {subject}; finish or drop those batches (prefetched ones too) first",
-                self.context.config.name
-            ),
-        )
+        Kind::State.error(format!(
+            "table {:?}: {subject}; finish or drop those batches (prefetched ones too) first",
+            self.context.config.name
+        ))
     }
 
     /// Like `Residency::read`, but does not continue a sweep: an export of these rows would be cancelled when one of

@@ -131,14 +131,11 @@ impl Placement {
 
     /// The error for a row whose read failed for an earlier plan.
     pub(crate) fn unread_row_error(&self, id: Id) -> Error {
-        Error::new(
-            Kind::Storage,
-            format!(
-                "table {:?}: the row of id {id} could not be read from SSD by an earlier batch that is still in flight; \
+        Kind::Storage.error(format!(
+            "table {:?}: the row of id {id} could not be read from SSD by an earlier batch that is still in flight; \
                  release that batch to try again",
-                self.context.config.name
-            ),
-        )
+            self.context.config.name
+        ))
     }
 
     /// Removes an unpinned host row that is provisional or whose read failed. Keeps other rows and rows being read.

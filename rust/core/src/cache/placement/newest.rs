@@ -4,7 +4,7 @@
 use super::{Placement, ROWS_PER_GATHER};
 use crate::cache::changes::{BaseCheckpoint, SlotMarks, SnapshotRows, WrittenBackIds};
 use crate::cache::row_blocks::RowChunk;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::lifecycle::ExpirySweep;
 use crate::rows::{RowHeader, RowList};
 use crate::runtime::memory;
@@ -233,7 +233,7 @@ impl Placement {
     }
 
     fn snapshot_mut(&mut self) -> Result<&mut SnapshotRows> {
-        self.changes.snapshot.as_deref_mut().ok_or_else(|| Error::new(Kind::State, "the moment was let go of"))
+        self.changes.snapshot.as_deref_mut().ok_or_else(|| Kind::State.error("the moment was let go of"))
     }
 
     pub(crate) fn count_expiring(&mut self, base: &BaseCheckpoint) -> u64 {

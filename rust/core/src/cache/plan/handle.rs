@@ -6,7 +6,7 @@ use super::table_plan::{LookupShape, PlanStage, PlanState, PlanThreads, TablePla
 use crate::cache::lock::{RowUseGuard, TableInner};
 use crate::cache::placement::{FetchedRows, PlanMode};
 use crate::cache::plan_lock::{PlanGuard, PlanLock};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::runtime::sync::{Mutex, MutexGuard, lock};
 use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, Id};
@@ -129,7 +129,7 @@ impl Plan {
         match state.stage {
             PlanStage::Fetched => {}
             PlanStage::Placed => return Ok(()),
-            _ => return Err(Error::new(Kind::State, "scattered comes after Plan.wait, before the forward")),
+            _ => return Err(Kind::State.error("scattered comes after Plan.wait, before the forward")),
         }
         // All fallible work is done. Each table on its own is consistent before and after.
         let moved = for_each_table(state.tables.iter_mut(), self.threads.tables, |table| table.promote(&plan_guard));
@@ -308,17 +308,13 @@ impl Plan {
         let state = guard.state();
         match state.stage {
             PlanStage::Placed | PlanStage::Updating if self.mode.train => Ok(state),
-            PlanStage::Started | PlanStage::Fetched | PlanStage::Placed | PlanStage::Updating => Err(Error::new(
-                Kind::State,
-                "a backward needs a plan made with train=True whose rows are in their slots",
+            PlanStage::Started | PlanStage::Fetched | PlanStage::Placed | PlanStage::Updating => Err(Kind::State.error("a backward needs a plan made with train=True whose rows are in their slots",
             )),
-            PlanStage::Trained => Err(Error::new(
-                Kind::State,
-                "this batch was trained already: the update happens in the first backward, so a second backward of one forward is \
+            PlanStage::Trained => Err(Kind::State.error("this batch was trained already: the update happens in the first backward, so a second backward of one forward is \
                  not possible; run the forward again",
             )),
             PlanStage::Released => {
-                Err(Error::new(Kind::State, "this batch was released before its backward: run the forward again"))
+                Err(Kind::State.error("this batch was released before its backward: run the forward again"))
             }
         }
     }
@@ -336,9 +332,9 @@ fn state_after_wait<'a>(guard: &'a PlanGuard<'_, PlanState>, call: &str) -> Resu
     let state = guard.state();
     match state.stage {
         PlanStage::Fetched | PlanStage::Placed | PlanStage::Updating => Ok(state),
-        PlanStage::Started => Err(Error::new(Kind::State, format!("{call} comes after Plan.wait"))),
+        PlanStage::Started => Err(Kind::State.error(format!("{call} comes after Plan.wait"))),
         PlanStage::Trained | PlanStage::Released => {
-            Err(Error::new(Kind::State, format!("{call}: this plan's rows were released; plan the batch again")))
+            Err(Kind::State.error(format!("{call}: this plan's rows were released; plan the batch again")))
         }
     }
 }
@@ -347,10 +343,9 @@ fn state_after_wait<'a>(guard: &'a PlanGuard<'_, PlanState>, call: &str) -> Resu
 pub(super) fn placed_state<'a>(guard: &'a PlanGuard<'_, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
     let state = state_after_wait(guard, call)?;
     if state.stage == PlanStage::Fetched {
-        return Err(Error::new(
-            Kind::State,
-            format!("{call} comes after Plan.scattered: put what Plan.fetched gives into the device tensors first"),
-        ));
+        return Err(Kind::State.error(format!(
+            "{call} comes after Plan.scattered: put what Plan.fetched gives into the device tensors first"
+        )));
     }
     Ok(state)
 }
@@ -380,12 +375,12 @@ pub(super) fn check_len(name: &str, got: usize, expected: usize) -> Result<()> {
     if got == expected {
         return Ok(());
     }
-    Err(Error::new(Kind::Input, format!("{name} has {got} elements and needs {expected}")))
+    Err(Kind::Input.error(format!("{name} has {got} elements and needs {expected}")))
 }
 
 pub(super) fn check_index(name: &str, index: usize, count: usize) -> Result<()> {
     if index < count {
         return Ok(());
     }
-    Err(Error::new(Kind::Input, format!("{name} {index} is out of range: the lookup has {count}")))
+    Err(Kind::Input.error(format!("{name} {index} is out of range: the lookup has {count}")))
 }

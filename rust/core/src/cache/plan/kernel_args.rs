@@ -1,7 +1,7 @@
 //! Parts of a plan that kernels outside of the Rust core use: the slots of its rows, and the occurrences of each row.
 
 use super::handle::{Plan, check_index, check_len, placed_state};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// Memory for the distinct rows of some tables, one table after another: see [`Plan::fill_rows`].
@@ -101,9 +101,9 @@ impl Plan {
         if i32::try_from(count).is_ok() {
             return Ok(count);
         }
-        let message =
-            format!("a batch has {count} ids, and lists of int32 have room for fewer than 2^31: use smaller batches");
-        Err(Error::new(Kind::Input, message))
+        Err(Kind::Input.error(format!(
+            "a batch has {count} ids, and lists of int32 have room for fewer than 2^31: use smaller batches"
+        )))
     }
 
     /// Returns a table's transposed index: slots `[U]`, starts `[U + 1]`, and occurrences as positions in the batch's

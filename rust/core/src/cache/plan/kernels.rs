@@ -11,7 +11,7 @@ use super::handle::{Plan, check_len, placed_state};
 use super::table_plan::{OovStep, PlanStage, PlanState, PooledArgs, TablePlan};
 use crate::cache::lock::{PoisonCause, TableInner};
 use crate::cache::row_blocks::DeviceTensors;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::kernels::{
     ArenaRows, EXACT_PLACES, GradientView, Hyperparameters, OptimizerStep, PooledFeature, PooledGradient, TensorRows,
     add_up_exactly, backward, forward_pooled, forward_sequence, rounded_row, weight_gradient,
@@ -203,10 +203,7 @@ impl Plan {
     /// Errors: `State` without a forward; `Input` for a gradient of another length.
     fn pooled_args<'a>(&self, state: &'a PlanState, grad: &[f32]) -> Result<(&'a PooledArgs, usize)> {
         let Some(pooled) = &state.pooled else {
-            return Err(Error::new(
-                Kind::State,
-                "what uses a pooled gradient comes after forward_pooled of the same plan",
-            ));
+            return Err(Kind::State.error("what uses a pooled gradient comes after forward_pooled of the same plan"));
         };
         let bags = (pooled.offsets.len() - 1) / self.shape.feature_tables.len().max(1);
         check_len("grad", grad.len(), bags * self.shape.total_columns)?;
@@ -235,7 +232,7 @@ impl Plan {
         if dims.all(|dim| dim == first) {
             Ok(first)
         } else {
-            Err(Error::new(Kind::Input, "a sequence lookup needs tables of one embedding_dim: make one lookup a width"))
+            Err(Kind::Input.error("a sequence lookup needs tables of one embedding_dim: make one lookup a width"))
         }
     }
 
@@ -276,19 +273,16 @@ impl Plan {
         }
         let bags = offsets.len().saturating_sub(1) / features.max(1);
         if offsets.is_empty() || offsets.len() != features * bags + 1 {
-            return Err(Error::new(
-                Kind::Input,
-                format!("offsets has {} entries; {features} features need a multiple of that and one", offsets.len()),
-            ));
+            return Err(Kind::Input.error(format!(
+                "offsets has {} entries; {features} features need a multiple of that and one",
+                offsets.len()
+            )));
         }
         let splits_fit = (0..=features).all(|feature| offsets[feature * bags] == self.splits[feature] as i64);
         if !splits_fit || offsets.windows(2).any(|pair| pair[0] > pair[1]) {
-            return Err(Error::new(
-                Kind::Input,
-                format!(
-                    "offsets must not decrease, start at 0, end at the number of ids ({total}) and meet the features' splits"
-                ),
-            ));
+            return Err(Kind::Input.error(format!(
+                "offsets must not decrease, start at 0, end at the number of ids ({total}) and meet the features' splits"
+            )));
         }
         Ok(bags)
     }
@@ -338,8 +332,8 @@ impl<'a, 't> KernelRows<'a, 't> {
             _ => {}
         }
         let has = if table.has_device() { "has" } else { "has not" };
-        let message = format!("table {:?} {has} a device tier: give its tensors exactly then", table.config.name);
-        Err(Error::new(Kind::Input, message))
+        Err(Kind::Input
+            .error(format!("table {:?} {has} a device tier: give its tensors exactly then", table.config.name)))
     }
 
     /// The tensors, if the rows are on a device tier.
@@ -362,10 +356,8 @@ fn check_tensors(tensors: &DeviceTensors<'_>, layout: RowLayout, slots: CacheSlo
     if fits {
         return Ok(());
     }
-    Err(Error::new(
-        Kind::Input,
-        format!("the device tensors must hold {slots} slots of {layout:?}: grow them to Plan.required_slots"),
-    ))
+    Err(Kind::Input
+        .error(format!("the device tensors must hold {slots} slots of {layout:?}: grow them to Plan.required_slots")))
 }
 
 /// The addresses of tensors with rows of this layout, for a kernel. They are valid as long as the tensors are borrowed.
@@ -449,13 +441,10 @@ impl PlanState {
         };
         match self.tables.iter().find(missing) {
             None => Ok(()),
-            Some(plan) => Err(Error::new(
-                Kind::State,
-                format!(
-                    "table {:?} has not_admitted=\"oov\": call Plan.train_oov_row() before the update",
-                    plan.table.config.name
-                ),
-            )),
+            Some(plan) => Err(Kind::State.error(format!(
+                "table {:?} has not_admitted=\"oov\": call Plan.train_oov_row() before the update",
+                plan.table.config.name
+            ))),
         }
     }
 }

@@ -6,7 +6,7 @@ use super::handle::{Plan, check_len};
 use super::table_plan::{LookupShape, PlanThreads, TablePlan};
 use crate::cache::placement::PlanMode;
 use crate::cache::table::Table;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::index::{DedupedIds, IdDeduper};
 use crate::kernels::thread_pool::for_each_that_waits;
 use crate::runtime::memory;
@@ -79,7 +79,7 @@ impl Lookup {
 }
 
 fn check_splits(ids: usize, splits: &[i64], features: usize) -> Result<Vec<usize>> {
-    let refuse = |message: String| Err(Error::new(Kind::Input, message));
+    let refuse = |message: String| Err(Kind::Input.error(message));
     if splits.len() != features + 1 {
         return refuse(format!(
             "feature_splits has {} entries; {} features need {}",

@@ -357,7 +357,7 @@ impl TablePlan {
         let is_theirs = buffer.as_ptr().addr() == self.buffer_address && buffer.len() >= floats;
         if self.fetched.vectors.is_none() && floats > 0 && !is_theirs {
             let message = "the rows are in memory that was lent to Plan.wait: give the same to Plan.fetched";
-            return Err(Error::new(Kind::Input, message));
+            return Err(Kind::Input.error(message));
         }
         let mut fetched = std::mem::take(&mut self.fetched);
         self.table.lock_any()?.placement.drop_arrived(&mut fetched, buffer);
@@ -480,14 +480,11 @@ impl LookupShape {
         for (second, table) in tables.iter().enumerate() {
             // One thread would take its locks twice and deadlock.
             if let Some(first) = tables[..second].iter().position(|other| Arc::ptr_eq(other, table)) {
-                return Err(Error::new(
-                    Kind::Input,
-                    format!(
-                        "tables[{first}] and tables[{second}] are both table {:?}: give a table once, with all its features \
-                         side by side in feature_tables={feature_tables:?}",
-                        table.config.name
-                    ),
-                ));
+                return Err(Kind::Input.error(format!(
+                    "tables[{first}] and tables[{second}] are both table {:?}: give a table once, with all its features \
+                     side by side in feature_tables={feature_tables:?}",
+                    table.config.name
+                )));
             }
         }
         let mut columns = Vec::with_capacity(feature_tables.len());
@@ -506,7 +503,7 @@ impl LookupShape {
 }
 
 fn features_by_table(tables: usize, feature_tables: &[usize]) -> Result<Vec<Range<usize>>> {
-    let refuse = |what: String| Err(Error::new(Kind::Input, format!("feature_tables={feature_tables:?}{what}")));
+    let refuse = |what: String| Err(Kind::Input.error(format!("feature_tables={feature_tables:?}{what}")));
     let mut table_features: Vec<Range<usize>> = Vec::with_capacity(tables);
     for (feature, &table) in feature_tables.iter().enumerate() {
         if table + 1 == table_features.len() {

@@ -18,7 +18,7 @@ use super::placement::{ChangeCounts, Placement, PlanMode, PlanPins, TableAdmissi
 use super::row_blocks::FoundRows;
 use super::table_context::TableContext;
 use crate::config::{EvictionRule, OnFull, SsdConfig, TableConfig};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::lifecycle::admission::RowAdmitter;
 use crate::lifecycle::{RankKeyRange, ScoreHistogram, StepClock};
 use crate::ssd::{SsdTier, StateCounters};
@@ -95,8 +95,8 @@ impl Residency {
     pub(crate) fn set_step(&mut self, step: u64) -> Result<()> {
         if step > MOST_STEPS {
             let name = &self.placement.context.config.name;
-            let message = format!("table {name:?}: step={step} is out of range: give at most 2^53 ({MOST_STEPS})");
-            return Err(Error::new(Kind::Input, message));
+            return Err(Kind::Input
+                .error(format!("table {name:?}: step={step} is out of range: give at most 2^53 ({MOST_STEPS})")));
         }
         self.finish_sweep()?;
         if step < self.placement.changes.step && self.lifecycle.has_deferred(&self.placement) {
@@ -220,15 +220,12 @@ impl Residency {
             self.placement.changes.history.tombstones_since(base)
         };
         left.ok_or_else(|| {
-            Error::new(
-                Kind::State,
-                format!(
-                    "table {:?}: what changed since the checkpoint {} is not known (it was saved too long ago or by another run, or \
-                     more rows left or more sweeps came since than are remembered, or a sweep came between the forward and the backward of a batch that \
-                     is not trained yet): save a full checkpoint",
-                    self.placement.context.config.name, base.name
-                ),
-            )
+            Kind::State.error(format!(
+                "table {:?}: what changed since the checkpoint {} is not known (it was saved too long ago or by another run, or \
+                 more rows left or more sweeps came since than are remembered, or a sweep came between the forward and the backward of a batch that \
+                 is not trained yet): save a full checkpoint",
+                self.placement.context.config.name, base.name
+            ))
         })
     }
 

@@ -14,7 +14,7 @@
 
 use super::Residency;
 use crate::config::{MissingRead, TableConfig};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::lifecycle::{BucketCounts, CountedId, OovRow};
 use crate::rows::RowLayout;
 use crate::ssd::SsdTier;
@@ -173,13 +173,10 @@ pub(crate) fn check_metadata_space(config: &TableConfig) -> Result<()> {
     };
     let least = SsdTier::cap_for_metadata(oov_row + clock);
     let lower = if oov_row > 0 { ", or lower embedding_dim" } else { "" };
-    Err(Error::new(
-        Kind::Config,
-        format!(
-            "table {:?}: ssd_bytes = {} has no room in a flush for {what}: set it to {least} or more, or to 0 for no SSD tier{lower}",
-            config.name, ssd.bytes
-        ),
-    ))
+    Err(Kind::Config.error(format!(
+        "table {:?}: ssd_bytes = {} has no room in a flush for {what}: set it to {least} or more, or to 0 for no SSD tier{lower}",
+        config.name, ssd.bytes
+    )))
 }
 
 /// Encodes the part of a blob with these bytes of a clock; empty if there are none.

@@ -193,14 +193,11 @@ pub(super) fn check_version(table: &TableInner, version: u64) -> Result<()> {
 }
 
 pub(super) fn contents_changed_error(table: &TableInner) -> Error {
-    Error::new(
-        Kind::State,
-        format!(
-            "table {:?} changed while it was exported (a training step, an import, a removal or a sweep of eviction): export again, and train \
-             only after the last chunk",
-            table.config.name
-        ),
-    )
+    Kind::State.error(format!(
+        "table {:?} changed while it was exported (a training step, an import, a removal or a sweep of eviction): export again, and train \
+         only after the last chunk",
+        table.config.name
+    ))
 }
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ use super::lock::{RowUseGuard, TableGuard, TableInner};
 use super::placement::ExportStart;
 use super::row_blocks::{GroupGatherer, GroupSink, RowChunk};
 use crate::config::TableConfig;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::lifecycle::{BucketCounts, ExpirySweep, OovRow, StepClock};
 use crate::rows::{RowHeader, RowRef};
 use crate::runtime::memory;
@@ -74,13 +74,10 @@ impl TableSnapshot {
         let rows = table.reading_rows()?;
         let swept = |guard: &mut TableGuard<'_>| {
             if guard.placement.changes.snapshot.is_some() {
-                return Err(Error::new(
-                    Kind::State,
-                    format!(
-                        "table {:?} is being saved beside training: wait until that save is done",
-                        table.config.name
-                    ),
-                ));
+                return Err(Kind::State.error(format!(
+                    "table {:?} is being saved beside training: wait until that save is done",
+                    table.config.name
+                )));
             }
             guard.finish_sweep()
         };
@@ -203,13 +200,10 @@ impl TableSnapshot {
         }
         self.images.check()?;
         if self.tombstones.is_none() && rows != self.rows {
-            return Err(Error::new(
-                Kind::State,
-                format!(
-                    "table {:?} had {} rows when its save began and {rows} were found: a bug of torchrec-embcache to report",
-                    self.table.config.name, self.rows
-                ),
-            ));
+            return Err(Kind::State.error(format!(
+                "table {:?} had {} rows when its save began and {rows} were found: a bug of torchrec-embcache to report",
+                self.table.config.name, self.rows
+            )));
         }
         Ok(())
     }
@@ -433,13 +427,10 @@ fn check_all_handed_over(table: &TableInner, rows: u64, handed_over: u64) -> Res
     if handed_over >= rows {
         return Ok(());
     }
-    Err(Error::new(
-        Kind::State,
-        format!(
-            "table {:?} has {rows} rows and {handed_over} were found: a bug of torchrec-embcache to report",
-            table.config.name
-        ),
-    ))
+    Err(Kind::State.error(format!(
+        "table {:?} has {rows} rows and {handed_over} were found: a bug of torchrec-embcache to report",
+        table.config.name
+    )))
 }
 
 /// Passes on the rows that were modified in epoch `since` or later, in chunks of at most `chunk_rows`.

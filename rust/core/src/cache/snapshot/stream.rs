@@ -39,7 +39,7 @@ impl ExportStream {
         std::thread::Builder::new()
             .name("embcache-export".into())
             .spawn(move || sender.run(version, chunk_rows.max(1)))
-            .map_err(|error| Error::new(Kind::Storage, format!("cannot start the export's thread: {error}")))?;
+            .map_err(|error| Kind::Storage.error(format!("cannot start the export's thread: {error}")))?;
         Ok(Self { table: Arc::clone(table), version, channel, contents_pin: wants_contents })
     }
 }
@@ -163,7 +163,7 @@ impl ExportSender {
         }
         passing.waits = false;
         if passing.dropped {
-            return Err(Error::new(Kind::State, "the export was dropped before its end"));
+            return Err(Kind::State.error("the export was dropped before its end"));
         }
         if passing.is_cancelled {
             return Err(cancelled_error(&self.table));
@@ -183,21 +183,16 @@ impl ExportSender {
 impl Drop for ExportSender {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.end(Err(Error::new(
-                Kind::State,
-                "the export's thread ended in a panic: this is a bug of torchrec-embcache, report it",
-            )));
+            self.end(Err(Kind::State
+                .error("the export's thread ended in a panic: this is a bug of torchrec-embcache, report it")));
         }
     }
 }
 
 fn cancelled_error(table: &TableInner) -> Error {
-    Error::new(
-        Kind::State,
-        format!(
-            "the export of table {:?} was ended before its last chunk, because the files that it was still to read on SSD took the \
-             room of rows that are written there: export again and take the chunks one after the other, or raise ssd_bytes",
-            table.config.name
-        ),
-    )
+    Kind::State.error(format!(
+        "the export of table {:?} was ended before its last chunk, because the files that it was still to read on SSD took the \
+         room of rows that are written there: export again and take the chunks one after the other, or raise ssd_bytes",
+        table.config.name
+    ))
 }

@@ -2,7 +2,7 @@ use std::sync::Barrier;
 use std::sync::atomic::AtomicU32;
 
 use super::*;
-use crate::error::{Error, Kind};
+use crate::error::Kind;
 
 #[test]
 fn of_threads_that_ask_at_once_one_makes_the_value() {
@@ -48,6 +48,6 @@ fn background_thread_passes_low_priority_to_its_threads() {
 #[test]
 fn what_could_not_be_made_is_tried_again() {
     static ONE: PerProcess<u32> = PerProcess::new();
-    assert!(ONE.get(|| Err(Error::new(Kind::Storage, "no threads"))).is_err());
+    assert!(ONE.get(|| Err(Kind::Storage.error("no threads"))).is_err());
     assert_eq!(*ONE.get(|| Ok(7)).unwrap(), 7);
 }

@@ -97,7 +97,7 @@ impl StateFile {
     /// Writes the file durably.
     pub(crate) fn write(&self, engine: &dyn IoEngine, dir: &Path) -> Result<()> {
         let body = serde_json::to_string(self)
-            .map_err(|e| Error::new(Kind::Storage, format!("cannot render the state of {}: {e}", dir.display())))?;
+            .map_err(|e| Kind::Storage.error(format!("cannot render the state of {}: {e}", dir.display())))?;
         let crc = crc32c::crc32c_append(crc32c::crc32c(body.as_bytes()), &self.metadata);
         let mut bytes =
             format!("{STATE_TITLE} {FORMAT} {crc:08x} {} {}\n{body}", body.len(), self.metadata.len()).into_bytes();
@@ -119,11 +119,10 @@ impl StateFile {
             return Err(damaged("the first line", expected, format!("'{line}'")));
         };
         if format != FORMAT.to_string() {
-            let what = format!(
+            return Err(Kind::Mismatch.error(format!(
                 "{} has format {format} and this release reads {FORMAT}: open it with the release that wrote it",
                 path.display()
-            );
-            return Err(Error::new(Kind::Mismatch, what));
+            )));
         }
         let lengths = len.parse::<usize>().ok().zip(note_len.parse::<usize>().ok());
         let whole = lengths.filter(|(len, note_len)| len.checked_add(*note_len) == Some(body.len()));
@@ -181,14 +180,11 @@ impl StateFile {
         ];
         match fields.iter().find(|(_, was, is)| was != is) {
             None => Ok(()),
-            Some((field, was, is)) => Err(Error::new(
-                Kind::Mismatch,
-                format!(
-                    "cannot resume {}: {field} was {was} there and is {is} now; to change it, load a checkpoint made with Saver \
-                     and open the directory with reopen = \"discard\"",
-                    dir.display()
-                ),
-            )),
+            Some((field, was, is)) => Err(Kind::Mismatch.error(format!(
+                "cannot resume {}: {field} was {was} there and is {is} now; to change it, load a checkpoint made with Saver \
+                 and open the directory with reopen = \"discard\"",
+                dir.display()
+            ))),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::rows::{RowHeader, RowRef};
 use crate::runtime::sync::Ordering;
 use crate::ssd::format::record::{HeadWidths, RecordMaxima, encode_rows};
@@ -111,14 +111,15 @@ fn begin_append(tier: &TierInner, rows: &[RowRef<'_>]) -> (AppendRecords, f32) {
 
 fn check_rows(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
     if rows.len() != known.len() {
-        let message = format!("{} rows and {} flags: give one flag a row", rows.len(), known.len());
-        return Err(Error::new(Kind::Input, message));
+        return Err(Kind::Input.error(format!("{} rows and {} flags: give one flag a row", rows.len(), known.len())));
     }
     let floats = tier.layout.vector_floats();
     let Some(row) = rows.iter().find(|row| row.vector.len() != floats) else { return Ok(()) };
-    let message =
-        format!("the row of id {} has {} floats and the table's rows have {floats}", row.header.id, row.vector.len());
-    Err(Error::new(Kind::Input, message))
+    Err(Kind::Input.error(format!(
+        "the row of id {} has {} floats and the table's rows have {floats}",
+        row.header.id,
+        row.vector.len()
+    )))
 }
 
 fn record_bytes(tier: &TierInner, widths: HeadWidths) -> usize {

@@ -28,10 +28,7 @@ fn choose_commit_id(requested: Option<u64>, last: Option<u64>) -> Result<u64> {
     let next = || last.unwrap_or(0).checked_add(2).map(|next| next & !1);
     let refused = |commit_id: String| {
         let last = last.unwrap_or(0);
-        Error::new(
-            Kind::Input,
-            format!("commit_id = {commit_id}: the latest state has commit id {last}; pass a larger one"),
-        )
+        Kind::Input.error(format!("commit_id = {commit_id}: the latest state has commit id {last}; pass a larger one"))
     };
     let commit_id = requested.or_else(next).ok_or_else(|| refused("the next one".to_owned()))?;
     if last.is_some_and(|last| commit_id <= last) { Err(refused(commit_id.to_string())) } else { Ok(commit_id) }

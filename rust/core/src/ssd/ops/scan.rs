@@ -233,7 +233,7 @@ pub(crate) fn begin_snapshot(
     let mut state = tier.state();
     if state.snapshot().is_some() {
         let message = "an earlier snapshot is still being read: wait for its end";
-        return Err(Error::new(Kind::State, message));
+        return Err(Kind::State.error(message));
     }
     let mut parts = parts_of(&state, since);
     parts.sort_unstable_by_key(|part| part.segment.serial);

@@ -153,15 +153,12 @@ fn make_directory(engine: &dyn IoEngine, dir: &Path) -> Result<()> {
 }
 
 fn not_empty(dir: &Path, files: usize) -> Error {
-    Error::new(
-        Kind::State,
-        format!(
-            "the SSD tier's directory {} is not empty ({files} files): open it with reopen = \"resume\" to go on from its last \
-             flush, with reopen = \"discard\" to remove what an earlier run left there, or with reopen = \"auto\" to go on where a \
-             flush is there and to start anew where none is",
-            dir.display()
-        ),
-    )
+    Kind::State.error(format!(
+        "the SSD tier's directory {} is not empty ({files} files): open it with reopen = \"resume\" to go on from its last \
+         flush, with reopen = \"discard\" to remove what an earlier run left there, or with reopen = \"auto\" to go on where a \
+         flush is there and to start anew where none is",
+        dir.display()
+    ))
 }
 
 /// Returns an error instead of starting empty if a state was published between the caller's check and the lock on the
@@ -170,10 +167,10 @@ fn check_no_newer_state(dir: &Path, listing: &[PathBuf], unfinished: Option<u64>
     if commit_ids(listing).last().copied() <= unfinished {
         return Ok(());
     }
-    Err(Error::new(
-        Kind::InUse,
-        format!("another process published a state in {} just now: open the table again to resume it", dir.display()),
-    ))
+    Err(Kind::InUse.error(format!(
+        "another process published a state in {} just now: open the table again to resume it",
+        dir.display()
+    )))
 }
 
 /// Removes a tier's own files. States are removed first, so that no state is ever without its segments.
@@ -235,13 +232,10 @@ fn commit_id_to_resume(requested: Option<u64>, published_ids: &[u64], dir: &Path
         (Some(id), _) => format!("state {id} is not among those published there ({published_ids:?})"),
         (None, None) => "nothing was published there (no flush, or the last one was given up for want of room)".into(),
     };
-    Err(Error::new(
-        Kind::State,
-        format!(
-            "cannot resume {}: {what}; load a checkpoint made with Saver and open the directory with reopen = \"discard\"",
-            dir.display()
-        ),
-    ))
+    Err(Kind::State.error(format!(
+        "cannot resume {}: {what}; load a checkpoint made with Saver and open the directory with reopen = \"discard\"",
+        dir.display()
+    )))
 }
 
 /// Reads the state `commit_id`, the predecessor of the resumed state, which only another resume needs. Returns `None`
@@ -311,9 +305,8 @@ fn check_tier_directory(dir: &Path, listing: &[PathBuf]) -> Result<()> {
         is_lock(path) || state_commit_id(path).is_some() || segment_serial(path).is_some() || is_temporary(path)
     };
     let refuse = |what: String| {
-        let message =
-            format!("{} is not removed, because {what}: remove it yourself if nobody needs it", dir.display());
-        Err(Error::new(Kind::State, message))
+        Err(Kind::State
+            .error(format!("{} is not removed, because {what}: remove it yourself if nobody needs it", dir.display())))
     };
     if let Some(other) = listing.iter().find(|path| !is_ours(path)) {
         return refuse(format!("it holds {}, which is no file of a table", other.display()));

@@ -269,7 +269,7 @@ impl RestoreJob<'_> {
                 .map(|thread| std::thread::Builder::new().spawn_scoped(scope, move || part(thread)))
                 .collect();
             let ended = started.into_iter().map(|started| {
-                let failed = |what: String| Error::new(Kind::Storage, format!("a thread that reopens {what}"));
+                let failed = |what: String| Kind::Storage.error(format!("a thread that reopens {what}"));
                 let thread = started.map_err(|error| failed(format!("could not be started: {error}")))?;
                 thread.join().map_err(|_| failed("ended in a panic".into()))?
             });

@@ -177,7 +177,7 @@ impl SpaceTracker {
                 inner.slots - 1
             }
             None => {
-                return Err(Error::new(Kind::Capacity, "the SSD tier has as many segments as its index can number"));
+                return Err(Kind::Capacity.error("the SSD tier has as many segments as its index can number"));
             }
         };
         inner.used_bytes += bytes;

@@ -1,7 +1,7 @@
 //! Divides a table's cap into segments, and computes the number of rows that it can hold.
 
 use crate::config::SsdConfig;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::io::ALIGNMENT;
 use crate::ssd::format::footer::{MAX_ENTRY_BYTES, TRAILER_BYTES, max_entry_bytes_with_steps};
 use crate::ssd::format::record::{HeadWidths, MAX_HEAD_BYTES, RecordMaxima};
@@ -96,23 +96,17 @@ impl SegmentSizing {
         let capacity_rows = (usable * u128::from(rows_per_segment) / u128::from(segment_bytes)) as u64;
         if segments > u64::from(RecordLocation::MAX_SEGMENTS) {
             let most = segment_bytes * u64::from(RecordLocation::MAX_SEGMENTS);
-            return Err(Error::new(
-                Kind::Config,
-                format!(
-                    "ssd_bytes = {cap_bytes} is more than an SSD tier can number: set it to {most} or less, or use more ranks"
-                ),
-            ));
+            return Err(Kind::Config.error(format!(
+                "ssd_bytes = {cap_bytes} is more than an SSD tier can number: set it to {most} or less, or use more ranks"
+            )));
         }
         if capacity_rows == 0 {
             let rows_bytes = segment_bytes.div_ceil(u64::from(rows_per_segment));
             let least = (fixed + (overhead + 1) * segment_bytes + 2 * rows_bytes).next_multiple_of(64 << 10);
-            return Err(Error::new(
-                Kind::Config,
-                format!(
-                    "ssd_bytes = {cap_bytes} is too small for one row of {row_bytes} bytes and the room that compaction needs: \
-                     set it to {least} or more, or to 0 for no SSD tier"
-                ),
-            ));
+            return Err(Kind::Config.error(format!(
+                "ssd_bytes = {cap_bytes} is too small for one row of {row_bytes} bytes and the room that compaction needs: \
+                 set it to {least} or more, or to 0 for no SSD tier"
+            )));
         }
         Ok(Self {
             cap_bytes: cap_bytes - fixed.min(cap_bytes),
@@ -176,14 +170,11 @@ impl SegmentSizing {
         let overhead = config.bytes - self.cap_bytes;
         let records = rows * self.segment_bytes.div_ceil(u64::from(self.rows_per_segment));
         let least = held_bytes.max(records + records / 8) + self.overhead_bytes() + self.segment_bytes + overhead;
-        Err(Error::new(
-            Kind::Config,
-            format!(
-                "ssd_bytes = {} is too small for the {rows} rows in {}: set it to {least} or more to resume",
-                config.bytes,
-                config.dir.display()
-            ),
-        ))
+        Err(Kind::Config.error(format!(
+            "ssd_bytes = {} is too small for the {rows} rows in {}: set it to {least} or more to resume",
+            config.bytes,
+            config.dir.display()
+        )))
     }
 }
 

@@ -170,14 +170,11 @@ impl TierInner {
     pub(crate) fn check_usable(&self) -> Result<()> {
         self.context.workers.check_process()?;
         if was_poisoned(&self.state) {
-            return Err(Error::new(
-                Kind::State,
-                format!(
-                    "table '{}': the SSD tier cannot be used since a panic interrupted a change of it: open the table again, to go \
-                     on from its last flush, or load a checkpoint",
-                    self.identity.table
-                ),
-            ));
+            return Err(Kind::State.error(format!(
+                "table '{}': the SSD tier cannot be used since a panic interrupted a change of it: open the table again, to go \
+                 on from its last flush, or load a checkpoint",
+                self.identity.table
+            )));
         }
         Ok(())
     }
@@ -189,7 +186,7 @@ impl TierInner {
             return Err(read_only_error(&cause));
         }
         if self.view().is_closed() {
-            return Err(Error::new(Kind::State, "the SSD tier is closed: open the table again"));
+            return Err(Kind::State.error("the SSD tier is closed: open the table again"));
         }
         Ok(())
     }
@@ -258,7 +255,7 @@ impl TierInner {
                  raise ssd_bytes, or let rows leave with on_full = \"evict\""
             )
         };
-        Error::new(Kind::Capacity, message)
+        Kind::Capacity.error(message)
     }
 
     /// Takes the metadata blob of the resumed state. Empty if there is none, and after the first call.

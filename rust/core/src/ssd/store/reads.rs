@@ -188,7 +188,7 @@ pub(crate) struct FetchJob {
 impl Drop for FetchJob {
     fn drop(&mut self) {
         // Only a panic drops a job without an outcome. It must not leave threads waiting forever.
-        self.fetch.finish(Err(Error::new(Kind::State, "a fetch from the SSD tier ended without a result")));
+        self.fetch.finish(Err(Kind::State.error("a fetch from the SSD tier ended without a result")));
         self.segments.clear();
         self.reads.space.notify_waiters();
     }
