@@ -17,7 +17,6 @@ pub(crate) struct PyBucketOrder {
 /// Returns the order of rows by (bucket, `uint64(id)`), and the start in it of each of the buckets `[begin, end)`, then
 /// the end of the last one.
 #[pyfunction]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
 pub(crate) fn bucket_order(
     py: Python<'_>,
     ids: PyReadonlyArray1<'_, Id>,
@@ -47,8 +46,6 @@ pub(crate) fn bucket_order(
 
 /// Returns the bucket of each id.
 #[pyfunction]
-#[pyo3(signature = (ids, total_num_buckets))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
 pub(crate) fn buckets_of<'py>(
     py: Python<'py>,
     ids: PyReadonlyArray1<'py, Id>,
@@ -65,7 +62,6 @@ pub(crate) fn buckets_of<'py>(
 
 /// Replaces each id by the hash that determines its bucket.
 #[pyfunction]
-#[pyo3(signature = (ids))]
 pub(crate) fn hash_ids(py: Python<'_>, mut ids: PyReadwriteArray1<'_, Id>) -> PyResult<()> {
     let ids = slice_mut("ids", &mut ids)?;
     py.detach(|| ids.iter_mut().for_each(|id| *id = hash_id(*id).cast_signed()));
@@ -74,7 +70,6 @@ pub(crate) fn hash_ids(py: Python<'_>, mut ids: PyReadwriteArray1<'_, Id>) -> Py
 
 /// Replaces each hash by its id.
 #[pyfunction]
-#[pyo3(signature = (hashes))]
 pub(crate) fn unhash_ids(py: Python<'_>, mut hashes: PyReadwriteArray1<'_, Id>) -> PyResult<()> {
     let hashes = slice_mut("hashes", &mut hashes)?;
     py.detach(|| hashes.iter_mut().for_each(|hash| *hash = id_of_hash(hash.cast_unsigned())));

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use embcache::Kind;
 use embcache::checkpoint::{
     ChainCompaction, ChainReader, CheckpointChain, CheckpointName, DenseExtent, DenseReader, IdHistoryEntry, IdState,
     LatestCheckpoint, LoadColumns, LoadSegments, OpenCheckpoint, TableRequest, TableSource, copy, make_for_serving,
@@ -10,14 +11,13 @@ use embcache::checkpoint::{
 };
 use embcache::lifecycle::CountedId;
 use embcache::rows::RowHeader;
-use embcache::{Error, Kind};
 use numpy::{PyArray1, PyReadwriteArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::buffers::slice_mut;
 use crate::error::{input, to_python};
-use crate::foreign::lock;
+use crate::foreign::{detached, lock};
 use crate::paths::PyCheckpointDirectory;
 use crate::records::{PyCheckpointCopyReport, PyCheckpointId, PyManifestDigest, PyPublishedCheckpoint, PySavedTable};
 use crate::rows::PyRowBlock;
@@ -29,14 +29,14 @@ fn report_progress(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, row
     let Some(progress) = progress else { return Ok(()) };
     Python::attach(|py| progress.call1(py, (rows,))).map(|_| ()).map_err(|error| {
         *raised = Some(error);
-        Error::new(Kind::State, "progress raised an exception")
+        Kind::State.error("progress raised an exception")
     })
 }
 
 /// Opens the checkpoint `latest` of a directory, with its base checkpoints.
 fn open_chain(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str) -> PyResult<CheckpointChain> {
     let latest: LatestCheckpoint = latest.parse().map_err(to_python)?;
-    py.detach(|| CheckpointChain::open(&directory.inner, latest)).map_err(to_python)
+    detached(py, || CheckpointChain::open(&directory.inner, latest))
 }
 
 /// One rank's part of merging a chain of deltas.
@@ -51,7 +51,7 @@ impl PyChainCompaction {
     #[pyo3(signature = (directory, latest, *, counters=true))]
     fn open(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str, counters: bool) -> PyResult<Option<Self>> {
         let latest: LatestCheckpoint = latest.parse().map_err(to_python)?;
-        let inner = py.detach(|| ChainCompaction::open(&directory.inner, latest, counters)).map_err(to_python)?;
+        let inner = detached(py, || ChainCompaction::open(&directory.inner, latest, counters))?;
         Ok(inner.map(|inner| Self { inner }))
     }
 
@@ -75,7 +75,6 @@ impl PyChainCompaction {
     }
 
     #[pyo3(signature = (name, rank, world_size, progress=None))]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn write(
         &self,
         py: Python<'_>,
@@ -143,7 +142,7 @@ impl PyCheckpointReader {
     }
 
     fn dense_metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let metadata = py.detach(|| self.inner.links()[0].dense_metadata()).map_err(to_python)?;
+        let metadata = detached(py, || self.inner.links()[0].dense_metadata())?;
         Ok(metadata.map(|metadata| PyBytes::new(py, &metadata)))
     }
 
@@ -154,7 +153,7 @@ impl PyCheckpointReader {
     fn read_dense(&self, py: Python<'_>, rank: u32, offset: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
         let into = slice_mut("into", &mut into)?;
         let extent = DenseExtent { offset, bytes: into.len() as u64 };
-        py.detach(|| self.extents.read(rank, extent, into)).map_err(to_python)
+        detached(py, || self.extents.read(rank, extent, into))
     }
 
     fn tables(&self) -> Vec<PySavedTable> {
@@ -162,8 +161,6 @@ impl PyCheckpointReader {
     }
 
     #[pyo3(signature = (module, table, bucket_begin, bucket_end, *, saved=None, segments=false, slots=true))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments of one request")]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned strings")]
     fn check_table(
         &self,
         py: Python<'_>,
@@ -183,13 +180,12 @@ impl PyCheckpointReader {
             columns: if slots { LoadColumns::All } else { LoadColumns::WithoutSlots },
             segments: if segments { LoadSegments::Open } else { LoadSegments::Refuse },
         };
-        py.detach(|| {
+        detached(py, || {
             let source = self.inner.check_table(&table.inner, &request)?;
             let rows = source.max_rows();
             lock(&self.sources).insert((module.clone(), name.clone()), source);
             Ok(rows)
         })
-        .map_err(to_python)
     }
 
     /// Returns the segments from which the table is opened, if `check_table` found them. They are returned once.
@@ -207,7 +203,6 @@ impl PyCheckpointReader {
     }
 
     #[pyo3(signature = (module, table, progress=None))]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn load_table(
         &self,
         py: Python<'_>,
@@ -231,7 +226,7 @@ impl PyCheckpointReader {
         let source = lock(&self.sources).remove(&(module, table));
         match source {
             Some(TableSource::Rows(reader)) => Ok(reader),
-            _ => Err(to_python(Error::new(Kind::State, "check_table() comes before load_table(), once for each"))),
+            _ => Err(to_python(Kind::State.error("check_table() comes before load_table(), once for each"))),
         }
     }
 }
@@ -358,8 +353,6 @@ impl PyCheckpointRows {
 
     /// Passes the rows to `sink` in chunks, each as a `RowBlock`. Then passes the `CountedIds` of each bucket to
     /// `counts`. Without both, only reads and verifies rows and counts.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
-    #[expect(clippy::too_many_arguments, reason = "they say what is read, and who takes it")]
     #[pyo3(signature = (module, table, bucket_begin, bucket_end, sink, *, counts=None))]
     fn read(
         &self,
@@ -376,7 +369,7 @@ impl PyCheckpointRows {
         let checked = |result: PyResult<()>| {
             result.map_err(|error| {
                 *raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                Error::new(Kind::State, "the callback that receives rows or counts raised an exception")
+                Kind::State.error("the callback that receives rows or counts raised an exception")
             })
         };
         let read = py.detach(|| {
@@ -403,7 +396,7 @@ impl PyCheckpointRows {
 
     /// Returns the entry of each checkpoint of the chain for an id, latest first.
     fn id_history(&self, py: Python<'_>, module: &str, table: &str, id: i64) -> PyResult<Vec<PyIdHistoryEntry>> {
-        let history = py.detach(|| self.inner.id_history(module, table, id)).map_err(to_python)?;
+        let history = detached(py, || self.inner.id_history(module, table, id))?;
         history.into_iter().map(|link| PyIdHistoryEntry::of(py, link)).collect()
     }
 
@@ -421,10 +414,9 @@ impl PyCheckpointRows {
     }
 
     fn copy(&self, py: Python<'_>, to: &PyCheckpointDirectory) -> PyResult<PyCheckpointCopyReport> {
-        py.detach(|| copy(&self.inner, &to.inner)).map(Into::into).map_err(to_python)
+        detached(py, || copy(&self.inner, &to.inner)).map(Into::into)
     }
 
-    #[pyo3(signature = (to, random, precision, keep))]
     fn write_serving_checkpoint(
         &self,
         py: Python<'_>,

@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::Path;
-use std::sync::Mutex;
 
 use embcache::checkpoint::{
     AsyncSaveOptions, AsyncSaveTable, CheckpointName, CheckpointPart, CheckpointSave, LatestCheckpoint, OpenCheckpoint,
@@ -17,8 +16,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyIterator;
 
 use crate::buffers::{headers_from_python, slice, slice2};
-use crate::error::{ended_error, input, to_python};
-use crate::foreign::{drop_detached, lock};
+use crate::error::{input, to_python};
+use crate::foreign::{DetachedDrop, EndingObject, detached};
 use crate::paths::PyCheckpointDirectory;
 use crate::records::{
     PyBaseCheckpoint, PyCheckpointId, PyManifestDigest, PyNewestCheckpoint, PyPruneReport, PyPublishedCheckpoint,
@@ -30,7 +29,7 @@ use crate::table::PyTable;
 /// Returns the name of the latest complete checkpoint of a directory.
 #[pyfunction]
 pub(crate) fn latest_checkpoint(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<String> {
-    py.detach(|| LatestCheckpoint::read(&directory.inner)).map(|latest| latest.to_string()).map_err(to_python)
+    detached(py, || LatestCheckpoint::read(&directory.inner)).map(|latest| latest.to_string())
 }
 
 /// Returns the metadata of the latest checkpoint of a directory, if there is one.
@@ -40,28 +39,26 @@ pub(crate) fn newest_checkpoint(
     directory: &PyCheckpointDirectory,
 ) -> PyResult<Option<PyNewestCheckpoint>> {
     let directory = &directory.inner;
-    let newest = py.detach(|| {
+    detached(py, || {
         let Some(latest) = LatestCheckpoint::find(directory)? else { return Ok(None) };
         OpenCheckpoint::open(directory, latest).map(|newest| Some(PyNewestCheckpoint::of(&newest)))
-    });
-    newest.map_err(to_python)
+    })
 }
 
 /// Removes every checkpoint of a directory except the latest `keep` and their base checkpoints.
 #[pyfunction]
-#[pyo3(signature = (directory, keep))]
 pub(crate) fn prune_checkpoints(
     py: Python<'_>,
     directory: &PyCheckpointDirectory,
     keep: usize,
 ) -> PyResult<PyPruneReport> {
-    py.detach(|| prune(&directory.inner, keep)).map(Into::into).map_err(to_python)
+    detached(py, || prune(&directory.inner, keep)).map(Into::into)
 }
 
 /// The coordinator's part of a save.
 #[pyclass(frozen, name = "CheckpointSave", module = "torchrec_embcache._native")]
 pub(crate) struct PyCheckpointSave {
-    inner: Mutex<Option<CheckpointSave>>,
+    inner: EndingObject<CheckpointSave>,
     #[pyo3(get)]
     name: String,
 }
@@ -86,8 +83,8 @@ impl PyCheckpointSave {
             keep,
             ..SaveOptions::default()
         };
-        let save = py.detach(|| CheckpointSave::begin_with(&directory.inner, random, options)).map_err(to_python)?;
-        Ok(Self { name: save.name().to_string(), inner: Mutex::new(Some(save)) })
+        let save = detached(py, || CheckpointSave::begin_with(&directory.inner, random, options))?;
+        Ok(Self { name: save.name().to_string(), inner: EndingObject::new("save", save) })
     }
 
     fn adopt(
@@ -97,9 +94,7 @@ impl PyCheckpointSave {
         world_size: u32,
         parts: Vec<PyWrittenPart>,
     ) -> PyResult<PyManifestDigest> {
-        py.detach(|| {
-            let save = lock(&self.inner);
-            let save = save.as_ref().ok_or_else(|| ended_error("save"))?;
+        self.inner.with(py, |save| {
             let part = |part: PyWrittenPart| {
                 let directory = save.directory_of_parts(Path::new(&part.directory))?;
                 Ok((directory, part.name.parse()?, part.digest.into()))
@@ -107,15 +102,10 @@ impl PyCheckpointSave {
             let parts = parts.into_iter().map(part).collect::<embcache::Result<Vec<_>>>();
             save.adopt(rank, world_size, &parts?).map(Into::into)
         })
-        .map_err(to_python)
     }
 
     fn write_dense_metadata(&self, py: Python<'_>, metadata: &[u8]) -> PyResult<()> {
-        py.detach(|| {
-            let mut save = lock(&self.inner);
-            save.as_mut().ok_or_else(|| ended_error("save"))?.write_dense_metadata(metadata)
-        })
-        .map_err(to_python)
+        self.inner.with(py, |save| save.write_dense_metadata(metadata))
     }
 
     fn publish(
@@ -125,34 +115,20 @@ impl PyCheckpointSave {
         next_epoch: u32,
     ) -> PyResult<PyPublishedCheckpoint> {
         let digests: Vec<RankDigest> = digests.into_iter().map(Into::into).collect();
-        py.detach(|| {
-            let save = lock(&self.inner).take().ok_or_else(|| ended_error("save"))?;
-            save.publish(&digests, next_epoch).map(Into::into)
-        })
-        .map_err(to_python)
+        self.inner.end(py, |save| save.publish(&digests, next_epoch).map(Into::into))
     }
 
     /// Removes the written files. Does nothing if the save has ended: it was published, or its failed publication
     /// removed the files.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| lock(&self.inner).take().map_or(Ok(()), CheckpointSave::abandon)).map_err(to_python)
+        self.inner.abandon(py, CheckpointSave::abandon)
     }
 }
 
 /// One rank's part of a save.
 #[pyclass(frozen, name = "CheckpointWriter", module = "torchrec_embcache._native")]
 pub(crate) struct PyCheckpointWriter {
-    inner: Mutex<Option<RankWriter>>,
-}
-
-impl PyCheckpointWriter {
-    fn with<T: Send>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut RankWriter) -> embcache::Result<T> + Send,
-    ) -> PyResult<T> {
-        py.detach(|| work(lock(&self.inner).as_mut().ok_or_else(|| ended_error("writer"))?)).map_err(to_python)
-    }
+    inner: EndingObject<RankWriter>,
 }
 
 #[pymethods]
@@ -168,8 +144,8 @@ impl PyCheckpointWriter {
         counters: bool,
     ) -> PyResult<Self> {
         let name: CheckpointName = name.parse().map_err(to_python)?;
-        let writer = py.detach(|| RankWriter::new(&directory.inner, name, rank, world_size)).map_err(to_python)?;
-        Ok(Self { inner: Mutex::new(Some(writer.with_counts(counters))) })
+        let writer = detached(py, || RankWriter::new(&directory.inner, name, rank, world_size))?;
+        Ok(Self { inner: EndingObject::new("writer", writer.with_counts(counters)) })
     }
 
     fn write_table(
@@ -179,7 +155,9 @@ impl PyCheckpointWriter {
         table: &PyTable,
         hyperparameters: BTreeMap<String, f64>,
     ) -> PyResult<PyTableWriteStats> {
-        self.with(py, |writer| writer.write_rows_of(module, &table.inner, hyperparameters)).map(PyTableWriteStats::rows)
+        self.inner
+            .with(py, |writer| writer.write_rows_of(module, &table.inner, hyperparameters))
+            .map(PyTableWriteStats::rows)
     }
 
     fn link_table(
@@ -189,7 +167,8 @@ impl PyCheckpointWriter {
         table: &PyTable,
         hyperparameters: BTreeMap<String, f64>,
     ) -> PyResult<PyTableWriteStats> {
-        self.with(py, |writer| writer.link_rows_of(module, &table.inner, hyperparameters))
+        self.inner
+            .with(py, |writer| writer.link_rows_of(module, &table.inner, hyperparameters))
             .map(PyTableWriteStats::linked)
     }
 
@@ -202,7 +181,8 @@ impl PyCheckpointWriter {
         base: PyBaseCheckpoint,
     ) -> PyResult<PyTableWriteStats> {
         let base = base.into();
-        self.with(py, |writer| writer.write_changes_of(module, &table.inner, hyperparameters, &base))
+        self.inner
+            .with(py, |writer| writer.write_changes_of(module, &table.inner, hyperparameters, &base))
             .map(PyTableWriteStats::changes)
     }
 
@@ -217,16 +197,12 @@ impl PyCheckpointWriter {
         let mut source = PyRowSource::new(spec, chunks)?;
         let (spec, buckets) = (source.spec(), bucket_begin..bucket_end);
         let written =
-            self.with(py, |writer| writer.write_table(spec, buckets, &mut |sink| source.for_each_chunk(sink)));
+            self.inner.with(py, |writer| writer.write_table(spec, buckets, &mut |sink| source.for_each_chunk(sink)));
         source.end(written)
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<PyManifestDigest> {
-        py.detach(|| {
-            let writer = lock(&self.inner).take().ok_or_else(|| ended_error("writer"))?;
-            writer.finish().map(Into::into)
-        })
-        .map_err(to_python)
+        self.inner.end(py, |writer| writer.finish().map(Into::into))
     }
 }
 
@@ -317,7 +293,7 @@ impl PyRowSource {
                 Ok(None) => return Ok(()),
                 Err(error) => {
                     self.raised = Some(error);
-                    return Err(Error::new(Kind::State, "the rows to write could not be read"));
+                    return Err(Kind::State.error("the rows to write could not be read"));
                 }
             }
         }
@@ -356,21 +332,13 @@ impl PyAsyncSaveTable {
 /// Snapshot of one rank's tables.
 #[pyclass(frozen, name = "CheckpointSnapshot", module = "torchrec_embcache._native")]
 pub(crate) struct PyCheckpointSnapshot {
-    inner: Mutex<Option<RankSnapshot>>,
-}
-
-impl Drop for PyCheckpointSnapshot {
-    fn drop(&mut self) {
-        drop_detached(lock(&self.inner).take());
-    }
+    inner: DetachedDrop<EndingObject<RankSnapshot>>,
 }
 
 #[pymethods]
 impl PyCheckpointSnapshot {
     #[new]
     #[pyo3(signature = (directory, name, rank, world_size, tables, next_epoch, bytes_per_second, *, counters=true))]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned values")]
-    #[expect(clippy::too_many_arguments, reason = "one call of Python")]
     fn new(
         py: Python<'_>,
         directory: &PyCheckpointDirectory,
@@ -396,29 +364,22 @@ impl PyCheckpointSnapshot {
         let options =
             AsyncSaveOptions { next_epoch, pre_image_bytes: PRE_IMAGE_BYTES, bytes_per_second, counts: counters };
         let begin = || RankSnapshot::begin(&directory.inner, name, (rank, world_size), tables, options);
-        let begun = py.detach(begin).map_err(to_python)?;
-        Ok(Self { inner: Mutex::new(Some(begun)) })
+        Ok(Self { inner: DetachedDrop::new(EndingObject::new("snapshot", detached(py, begin)?)) })
     }
 
     fn write_table(&self, py: Python<'_>) -> PyResult<Option<PyTableWriteStats>> {
-        let write = || lock(&self.inner).as_mut().map(RankSnapshot::write_next);
-        let written = py.detach(write).ok_or_else(|| to_python(ended_error("snapshot")))?.map_err(to_python)?;
-        Ok(written.map(PyTableWriteStats::changes))
+        Ok(self.inner.with(py, RankSnapshot::write_next)?.map(PyTableWriteStats::changes))
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<PyManifestDigest> {
-        let finish = || {
-            let snapshot = lock(&self.inner).take();
-            snapshot.map(|snapshot| snapshot.finish().map(Into::into))
-        };
-        py.detach(finish).ok_or_else(|| to_python(ended_error("snapshot")))?.map_err(to_python)
+        self.inner.end(py, |snapshot| snapshot.finish().map(Into::into))
     }
 
-    fn release(&self, py: Python<'_>) {
-        py.detach(|| {
-            let snapshot = lock(&self.inner).take();
+    fn release(&self, py: Python<'_>) -> PyResult<()> {
+        self.inner.abandon(py, |snapshot| {
             drop(snapshot);
-        });
+            Ok(())
+        })
     }
 }
 
@@ -426,43 +387,27 @@ impl PyCheckpointSnapshot {
 /// removed.
 #[pyfunction]
 pub(crate) fn remove_stale_parts(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<Vec<String>> {
-    let left = py.detach(|| embcache::checkpoint::remove_stale_parts(&directory.inner)).map_err(to_python)?;
+    let left = detached(py, || embcache::checkpoint::remove_stale_parts(&directory.inner))?;
     Ok(left.iter().map(Error::to_string).collect())
 }
 
 /// The part of a checkpoint that one rank writes without communicating before the end.
 #[pyclass(frozen, name = "CheckpointPart", module = "torchrec_embcache._native")]
 pub(crate) struct PyCheckpointPart {
-    inner: Mutex<Option<CheckpointPart>>,
+    inner: DetachedDrop<EndingObject<CheckpointPart>>,
     directory: OsString,
     #[pyo3(get)]
     name: String,
-}
-
-impl Drop for PyCheckpointPart {
-    fn drop(&mut self) {
-        drop_detached(lock(&self.inner).take());
-    }
-}
-
-impl PyCheckpointPart {
-    fn with<T: Send>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut CheckpointPart) -> embcache::Result<T> + Send,
-    ) -> PyResult<T> {
-        let ended = || ended_error("part of a checkpoint");
-        py.detach(|| lock(&self.inner).as_mut().ok_or_else(ended).and_then(work)).map_err(to_python)
-    }
 }
 
 #[pymethods]
 impl PyCheckpointPart {
     #[new]
     fn new(py: Python<'_>, directory: &PyCheckpointDirectory, random: u64, expected_bytes: u64) -> PyResult<Self> {
-        let part = py.detach(|| CheckpointPart::begin(&directory.inner, random, expected_bytes)).map_err(to_python)?;
+        let part = detached(py, || CheckpointPart::begin(&directory.inner, random, expected_bytes))?;
         let directory = directory.inner.path().as_os_str().to_owned();
-        Ok(Self { directory, name: part.name().to_string(), inner: Mutex::new(Some(part)) })
+        let name = part.name().to_string();
+        Ok(Self { directory, name, inner: DetachedDrop::new(EndingObject::new("part of a checkpoint", part)) })
     }
 
     fn write_table(
@@ -472,41 +417,40 @@ impl PyCheckpointPart {
         table: &PyTable,
         hyperparameters: BTreeMap<String, f64>,
     ) -> PyResult<PyTableWriteStats> {
-        self.with(py, |part| part.rank_writer()?.write_rows_of(module, &table.inner, hyperparameters))
+        self.inner
+            .with(py, |part| part.rank_writer()?.write_rows_of(module, &table.inner, hyperparameters))
             .map(PyTableWriteStats::rows)
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn snapshot_tables(&self, py: Python<'_>, tables: Vec<Py<PyAsyncSaveTable>>, next_epoch: u32) -> PyResult<()> {
         let tables: Vec<_> = tables
             .iter()
             .map(Py::get)
             .map(|table| (table.module.clone(), &table.table.get().inner, table.hyperparameters.clone()))
             .collect();
-        self.with(py, |part| part.snapshot_tables(tables, next_epoch))
+        self.inner.with(py, |part| part.snapshot_tables(tables, next_epoch))
     }
 
     fn write_snapshot(&self, py: Python<'_>) -> PyResult<u64> {
-        self.with(py, CheckpointPart::write_snapshots)
+        self.inner.with(py, CheckpointPart::write_snapshots)
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
     fn append(&self, py: Python<'_>, data: PyReadonlyArray1<'_, u8>) -> PyResult<()> {
         let data = slice("data", &data)?;
-        self.with(py, |part| part.dense_writer()?.append(data))
+        self.inner.with(py, |part| part.dense_writer()?.append(data))
     }
 
     fn end_dense_extent(&self, py: Python<'_>) -> PyResult<PyStreamRange> {
-        let extent = self.with(py, |part| part.dense_writer()?.end_extent())?;
+        let extent = self.inner.with(py, |part| part.dense_writer()?.end_extent())?;
         Ok(PyStreamRange { offset: extent.offset, bytes: extent.bytes })
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<PyWrittenPart> {
-        let digest = self.with(py, CheckpointPart::finish)?.into();
+        let digest = self.inner.with(py, CheckpointPart::finish)?.into();
         Ok(PyWrittenPart { directory: self.directory.clone(), name: self.name.clone(), digest })
     }
 
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| lock(&self.inner).take().map_or(Ok(()), CheckpointPart::abandon)).map_err(to_python)
+        self.inner.abandon(py, CheckpointPart::abandon)
     }
 }

@@ -26,7 +26,6 @@ fn class_name(kind: Kind) -> &'static str {
 }
 
 /// Returns the exception for an error of the Rust core, with its `errno` and path.
-#[expect(clippy::needless_pass_by_value, reason = "it is passed to map_err")]
 pub(crate) fn to_python(error: Error) -> PyErr {
     Python::attach(|py| {
         let make = || -> PyResult<PyErr> {
@@ -47,15 +46,10 @@ pub(crate) fn to_python(error: Error) -> PyErr {
 /// Returns the error for an exception that a callback raised during `operation` on a device.
 pub(crate) fn from_python(py: Python<'_>, error: &PyErr, operation: &str) -> Error {
     let kind = if error.is_instance_of::<PyMemoryError>(py) { Kind::DeviceMemory } else { Kind::State };
-    Error::new(kind, format!("{operation}: {error}"))
+    kind.error(format!("{operation}: {error}"))
 }
 
 /// Returns an `InputError` with this message.
 pub(crate) fn input(message: impl Into<String>) -> PyErr {
-    to_python(Error::new(Kind::Input, message))
-}
-
-/// Returns the error of using an object that has ended.
-pub(crate) fn ended_error(object: &str) -> Error {
-    Error::new(Kind::State, format!("the {object} has ended: make another"))
+    to_python(Kind::Input.error(message))
 }

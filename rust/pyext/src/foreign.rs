@@ -136,6 +136,11 @@ fn handled_by_python(py: Python<'_>) -> PyResult<Vec<i32>> {
     Ok(handled)
 }
 
+/// Runs `work` of the Rust core without the GIL.
+pub(crate) fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> embcache::Result<T> + Send) -> PyResult<T> {
+    py.detach(work).map_err(to_python)
+}
+
 /// Drops an object of the Rust core without the GIL. The drop may take locks or wait for threads whose holders need the
 /// GIL.
 ///
@@ -144,6 +149,75 @@ pub(crate) fn drop_detached<T: Send>(value: Option<T>) {
     let mut value = value;
     if Python::try_attach(|py| py.detach(|| drop(value.take()))).is_none() {
         std::mem::forget(value);
+    }
+}
+
+/// An object of the Rust core that is dropped by [`drop_detached`].
+pub(crate) struct DetachedDrop<T: Send>(Option<T>);
+
+impl<T: Send> DetachedDrop<T> {
+    pub(crate) fn new(object: T) -> Self {
+        Self(Some(object))
+    }
+}
+
+impl<T: Send> std::ops::Deref for DetachedDrop<T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        self.0.as_ref().expect("only the drop takes the object")
+    }
+}
+
+impl<T: Send> Drop for DetachedDrop<T> {
+    fn drop(&mut self) {
+        drop_detached(self.0.take());
+    }
+}
+
+/// An object of the Rust core that ends before its Python object.
+pub(crate) struct EndingObject<T> {
+    object: Mutex<Option<T>>,
+    /// Its name in errors.
+    name: &'static str,
+}
+
+impl<T: Send> EndingObject<T> {
+    pub(crate) fn new(name: &'static str, object: T) -> Self {
+        Self { object: Mutex::new(Some(object)), name }
+    }
+
+    /// Returns the error of using the object after its end.
+    fn ended_error(&self) -> Error {
+        Kind::State.error(format!("the {} has ended: make another", self.name))
+    }
+
+    /// Runs `work` on the object without the GIL.
+    pub(crate) fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut T) -> embcache::Result<R> + Send,
+    ) -> PyResult<R> {
+        detached(py, || work(lock(&self.object).as_mut().ok_or_else(|| self.ended_error())?))
+    }
+
+    /// Ends the object by `work`, without the GIL.
+    pub(crate) fn end<R: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(T) -> embcache::Result<R> + Send,
+    ) -> PyResult<R> {
+        detached(py, || {
+            let object = lock(&self.object).take();
+            work(object.ok_or_else(|| self.ended_error())?)
+        })
+    }
+
+    /// Ends the object by `work`, without the GIL, unless it has ended.
+    pub(crate) fn abandon(&self, py: Python<'_>, work: impl FnOnce(T) -> embcache::Result<()> + Send) -> PyResult<()> {
+        detached(py, || {
+            let object = lock(&self.object).take();
+            object.map_or(Ok(()), work)
+        })
     }
 }
 
@@ -166,7 +240,7 @@ pub(crate) fn with_signal_checks<T: Send>(
             let handled = Python::attach(|py| py.check_signals());
             handled.map_err(|error| {
                 raised = Some(error);
-                Error::new(Kind::State, "a signal ended the work")
+                Kind::State.error("a signal ended the work")
             })
         };
         work(&mut wait)

@@ -3,6 +3,8 @@
 //! A method makes one call to the Rust core. Every call that can block, take a table's lock or run a kernel releases
 //! the GIL first: a thread that keeps kernels from a table's rows may be waiting for the GIL to read rows from the
 //! device. Other Python threads continue during the call.
+#![allow(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arguments")]
+#![allow(clippy::too_many_arguments, reason = "they are keyword arguments of Python")]
 
 mod buckets;
 mod buffers;

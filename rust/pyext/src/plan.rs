@@ -2,7 +2,6 @@
 
 use embcache::cache::{Lookup, Plan, RowLists};
 use embcache::kernels::Hyperparameters;
-use embcache::{Error, Kind};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1, PyReadwriteArray2};
 use pyo3::prelude::*;
 
@@ -10,7 +9,7 @@ use crate::buffers::{
     device_tensors, matrix, positions_to_python, slice, slice_mut, slice2, slice2_mut, slots_to_python,
 };
 use crate::error::to_python;
-use crate::foreign::{drop_detached, with_rows_locked, without_signal_handlers};
+use crate::foreign::{DetachedDrop, detached, with_rows_locked, without_signal_handlers};
 use crate::logging::follow_levels_sometimes;
 use crate::rows::{DeviceArrayArgs, PyFetchedRows, PyRowOccurrences, borrow_device};
 use crate::settings::PyPlanMode;
@@ -19,17 +18,12 @@ use crate::table::PyTable;
 /// One batch, whose rows are pinned.
 #[pyclass(frozen, name = "Plan", module = "torchrec_embcache._native")]
 pub(crate) struct PyPlan {
-    /// `None` only during drop.
-    inner: Option<Plan>,
+    inner: DetachedDrop<Plan>,
 }
 
 impl PyPlan {
     pub(crate) fn new(plan: Plan) -> Self {
-        Self { inner: Some(plan) }
-    }
-
-    fn plan(&self) -> PyResult<&Plan> {
-        self.inner.as_ref().ok_or_else(|| to_python(Error::new(Kind::State, "the plan is gone")))
+        Self { inner: DetachedDrop::new(plan) }
     }
 
     /// Returns the gradient sums of ids that were not admitted, computed by `work` from the output's gradient.
@@ -40,16 +34,9 @@ impl PyPlan {
         columns: impl FnOnce(&Plan) -> embcache::Result<usize>,
         work: impl FnOnce(&Plan, &[f32]) -> embcache::Result<Vec<i64>> + Send,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let plan = self.plan()?;
-        let grad = slice2("grad", grad, columns(plan).map_err(to_python)?)?;
-        let sums = py.detach(|| work(plan, grad)).map_err(to_python)?;
+        let grad = slice2("grad", grad, columns(&self.inner).map_err(to_python)?)?;
+        let sums = detached(py, || work(&self.inner, grad))?;
         Ok(sums.into_pyarray(py))
-    }
-}
-
-impl Drop for PyPlan {
-    fn drop(&mut self) {
-        drop_detached(self.inner.take());
     }
 }
 
@@ -72,55 +59,44 @@ fn hyperparameters(rows: &PyReadonlyArray2<'_, f64>) -> PyResult<Vec<Hyperparame
 }
 
 #[pymethods]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
 impl PyPlan {
     #[pyo3(signature = (staging = None))]
     fn wait(&self, py: Python<'_>, staging: Option<Vec<Option<PyReadwriteArray2<'_, f32>>>>) -> PyResult<()> {
-        let plan = self.plan()?;
         let mut lent = staging.unwrap_or_default();
         let rows = lent.iter_mut().enumerate().map(|(table, rows)| {
-            let floats = plan.vector_floats(table).map_err(to_python)?;
+            let floats = self.inner.vector_floats(table).map_err(to_python)?;
             rows.as_mut().map(|rows| slice2_mut("lent", rows, floats)).transpose()
         });
         let mut rows = rows.collect::<PyResult<Vec<_>>>()?;
-        py.detach(|| plan.wait(&mut rows)).map_err(to_python)
+        detached(py, || self.inner.wait(&mut rows))
     }
     fn check_space(&self, py: Python<'_>) -> PyResult<()> {
-        let plan = self.plan()?;
-        py.detach(|| plan.check_space()).map_err(to_python)
+        detached(py, || self.inner.check_space())
     }
     fn wait_for_reads(&self, py: Python<'_>) -> PyResult<()> {
-        let plan = self.plan()?;
-        py.detach(|| plan.wait_for_reads()).map_err(to_python)
+        detached(py, || self.inner.wait_for_reads())
     }
     fn is_ready(&self, py: Python<'_>) -> PyResult<bool> {
-        let plan = self.plan()?;
-        py.detach(|| plan.is_ready()).map_err(to_python)
+        detached(py, || self.inner.is_ready())
     }
     fn is_placed(&self, py: Python<'_>) -> PyResult<bool> {
-        let plan = self.plan()?;
-        py.detach(|| plan.is_placed()).map_err(to_python)
+        detached(py, || self.inner.is_placed())
     }
     fn max_arriving_rows(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
-        let plan = self.plan()?;
-        py.detach(|| plan.max_arriving_rows()).map_err(to_python)
+        detached(py, || self.inner.max_arriving_rows())
     }
     fn is_prefetched(&self, py: Python<'_>) -> PyResult<bool> {
-        let plan = self.plan()?;
-        py.detach(|| plan.is_prefetched()).map_err(to_python)
+        detached(py, || self.inner.is_prefetched())
     }
     fn overflow_rows(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let plan = self.plan()?;
-        py.detach(|| plan.overflow_rows()).map_err(to_python)
+        detached(py, || self.inner.overflow_rows())
     }
     fn missing_row<'py>(&self, py: Python<'py>, table: usize) -> PyResult<Option<Bound<'py, PyArray1<f32>>>> {
-        let plan = self.plan()?;
-        let row = py.detach(|| plan.absent_row(table)).map_err(to_python)?;
+        let row = detached(py, || self.inner.absent_row(table))?;
         Ok(row.map(|row| row.into_pyarray(py)))
     }
     fn required_slots(&self, py: Python<'_>, table: usize) -> PyResult<u32> {
-        let plan = self.plan()?;
-        py.detach(|| plan.required_slots(table)).map_err(to_python)
+        detached(py, || self.inner.required_slots(table))
     }
 
     #[pyo3(signature = (table, staging = None))]
@@ -130,10 +106,9 @@ impl PyPlan {
         table: usize,
         mut staging: Option<PyReadwriteArray2<'_, f32>>,
     ) -> PyResult<PyFetchedRows> {
-        let plan = self.plan()?;
-        let floats = plan.vector_floats(table).map_err(to_python)?;
+        let floats = self.inner.vector_floats(table).map_err(to_python)?;
         let lent = staging.as_mut().map(|lent| slice2_mut("lent", lent, floats)).transpose()?.unwrap_or_default();
-        let fetched = py.detach(|| plan.fetched(table, lent)).map_err(to_python)?;
+        let fetched = detached(py, || self.inner.fetched(table, lent))?;
         let vectors = fetched.vectors.map(|vectors| matrix(py, vectors, floats)).transpose()?;
         Ok(PyFetchedRows {
             slots: slots_to_python(py, &fetched.slots).unbind(),
@@ -143,22 +118,19 @@ impl PyPlan {
     }
 
     fn slots<'py>(&self, py: Python<'py>, feature: usize) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let plan = self.plan()?;
-        let slots = py.detach(|| plan.slots(feature)).map_err(to_python)?;
+        let slots = detached(py, || self.inner.slots(feature))?;
         Ok(slots_to_python(py, &slots))
     }
 
-    fn splits(&self) -> PyResult<Vec<usize>> {
-        Ok(self.plan()?.splits().to_vec())
+    fn splits(&self) -> Vec<usize> {
+        self.inner.splits().to_vec()
     }
     fn fill_slots(&self, py: Python<'_>, mut out: PyReadwriteArray1<'_, i32>) -> PyResult<()> {
-        let plan = self.plan()?;
         let out = slice_mut("out", &mut out)?;
-        py.detach(|| plan.fill_slots(out)).map_err(to_python)
+        detached(py, || self.inner.fill_slots(out))
     }
     fn row_counts(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
-        let plan = self.plan()?;
-        py.detach(|| plan.row_counts()).map_err(to_python)
+        detached(py, || self.inner.row_counts())
     }
     fn fill_row_occurrences(
         &self,
@@ -169,19 +141,17 @@ impl PyPlan {
         mut starts: PyReadwriteArray1<'_, i32>,
         mut occurrences: PyReadwriteArray1<'_, i32>,
     ) -> PyResult<()> {
-        let plan = self.plan()?;
         let mut lists = RowLists {
             tables: slice_mut("tables", &mut tables)?,
             slots: slice_mut("slots", &mut slots)?,
             starts: slice_mut("starts", &mut starts)?,
             occurrences: slice_mut("occurrences", &mut occurrences)?,
         };
-        py.detach(|| plan.fill_rows(&table_numbers, &mut lists)).map_err(to_python)
+        detached(py, || self.inner.fill_rows(&table_numbers, &mut lists))
     }
 
     fn row_occurrences(&self, py: Python<'_>, table: usize) -> PyResult<PyRowOccurrences> {
-        let plan = self.plan()?;
-        let (slots, starts, occurrences) = py.detach(|| plan.transposed(table)).map_err(to_python)?;
+        let (slots, starts, occurrences) = detached(py, || self.inner.transposed(table))?;
         Ok(PyRowOccurrences {
             slots: slots_to_python(py, &slots).unbind(),
             starts: positions_to_python(py, &starts).unbind(),
@@ -189,27 +159,22 @@ impl PyPlan {
         })
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned callables")]
     fn run_exclusively(&self, py: Python<'_>, work: Py<PyAny>) -> PyResult<()> {
-        let plan = self.plan()?;
         without_signal_handlers(py, |py| {
-            py.detach(|| plan.exclusively(|| with_rows_locked(|py| work.call0(py).map(drop)))).map_err(to_python)?
+            detached(py, || self.inner.exclusively(|| with_rows_locked(|py| work.call0(py).map(drop))))?
         })
     }
 
     fn mark_scattered(&self, py: Python<'_>) -> PyResult<()> {
-        let plan = self.plan()?;
-        py.detach(|| plan.scattered()).map_err(to_python)
+        detached(py, || self.inner.scattered())
     }
 
     fn begin_update(&self, py: Python<'_>) -> PyResult<()> {
-        let plan = self.plan()?;
-        py.detach(|| plan.begin_update()).map_err(to_python)
+        detached(py, || self.inner.begin_update())
     }
 
     fn commit(&self, py: Python<'_>) -> PyResult<()> {
-        let plan = self.plan()?;
-        py.detach(|| plan.commit()).map_err(to_python)
+        detached(py, || self.inner.commit())
     }
 
     fn oov_gradient_sums_pooled<'py>(
@@ -241,13 +206,11 @@ impl PyPlan {
         sums: PyReadonlyArray1<'_, i64>,
         hyperparameters: PyReadonlyArray2<'_, f64>,
     ) -> PyResult<()> {
-        let plan = self.plan()?;
         let sums = slice("sums", &sums)?;
         let hyperparameters = self::hyperparameters(&hyperparameters)?;
-        py.detach(|| plan.train_oov_row(sums, &hyperparameters)).map_err(to_python)
+        detached(py, || self.inner.train_oov_row(sums, &hyperparameters))
     }
 
-    #[expect(clippy::too_many_arguments, reason = "one call a phase")]
     fn forward_pooled(
         &self,
         py: Python<'_>,
@@ -258,13 +221,12 @@ impl PyPlan {
         device: DeviceArrayArgs,
         threads: usize,
     ) -> PyResult<()> {
-        let plan = self.plan()?;
         let (offsets, mean) = (slice("offsets", &offsets)?, slice("mean", &mean)?);
         let weights = weights.as_ref().map(|weights| slice("weights", weights)).transpose()?;
-        let out = slice2_mut("out", &mut out, plan.pooled_columns())?;
+        let out = slice2_mut("out", &mut out, self.inner.pooled_columns())?;
         let mut borrowed = borrow_device(py, &device)?;
-        let mut device = device_tensors(plan, &mut borrowed)?;
-        py.detach(|| plan.forward_pooled(offsets, weights, mean, out, &mut device, threads)).map_err(to_python)
+        let mut device = device_tensors(&self.inner, &mut borrowed)?;
+        detached(py, || self.inner.forward_pooled(offsets, weights, mean, out, &mut device, threads))
     }
 
     fn forward_sequence(
@@ -274,11 +236,10 @@ impl PyPlan {
         device: DeviceArrayArgs,
         threads: usize,
     ) -> PyResult<()> {
-        let plan = self.plan()?;
-        let out = slice2_mut("out", &mut out, plan.common_dim().map_err(to_python)?)?;
+        let out = slice2_mut("out", &mut out, self.inner.common_dim().map_err(to_python)?)?;
         let mut borrowed = borrow_device(py, &device)?;
-        let mut device = device_tensors(plan, &mut borrowed)?;
-        py.detach(|| plan.forward_sequence(out, &mut device, threads)).map_err(to_python)
+        let mut device = device_tensors(&self.inner, &mut borrowed)?;
+        detached(py, || self.inner.forward_sequence(out, &mut device, threads))
     }
 
     fn backward_pooled(
@@ -290,13 +251,12 @@ impl PyPlan {
         device: DeviceArrayArgs,
         threads: usize,
     ) -> PyResult<()> {
-        let plan = self.plan()?;
-        let grad = slice2("grad", &grad, plan.pooled_columns())?;
+        let grad = slice2("grad", &grad, self.inner.pooled_columns())?;
         let hyperparameters = self::hyperparameters(&hyperparameters)?;
         let weight_grad = weight_grad.as_mut().map(|grad| slice_mut("weight_grad", grad)).transpose()?;
         let mut borrowed = borrow_device(py, &device)?;
-        let mut device = device_tensors(plan, &mut borrowed)?;
-        py.detach(|| plan.backward_pooled(grad, &hyperparameters, weight_grad, &mut device, threads)).map_err(to_python)
+        let mut device = device_tensors(&self.inner, &mut borrowed)?;
+        detached(py, || self.inner.backward_pooled(grad, &hyperparameters, weight_grad, &mut device, threads))
     }
 
     fn backward_sequence(
@@ -307,18 +267,15 @@ impl PyPlan {
         device: DeviceArrayArgs,
         threads: usize,
     ) -> PyResult<()> {
-        let plan = self.plan()?;
-        let grad = slice2("grad", &grad, plan.common_dim().map_err(to_python)?)?;
+        let grad = slice2("grad", &grad, self.inner.common_dim().map_err(to_python)?)?;
         let hyperparameters = self::hyperparameters(&hyperparameters)?;
         let mut borrowed = borrow_device(py, &device)?;
-        let mut device = device_tensors(plan, &mut borrowed)?;
-        py.detach(|| plan.backward_sequence(grad, &hyperparameters, &mut device, threads)).map_err(to_python)
+        let mut device = device_tensors(&self.inner, &mut borrowed)?;
+        detached(py, || self.inner.backward_sequence(grad, &hyperparameters, &mut device, threads))
     }
 
-    fn release(&self, py: Python<'_>) -> PyResult<()> {
-        let plan = self.plan()?;
-        py.detach(|| plan.release());
-        Ok(())
+    fn release(&self, py: Python<'_>) {
+        py.detach(|| self.inner.release());
     }
 }
 
@@ -331,14 +288,12 @@ pub(crate) struct PyLookup {
 #[pymethods]
 impl PyLookup {
     #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn new(tables: Vec<Py<PyTable>>, feature_tables: Vec<usize>) -> PyResult<Self> {
         let tables: Vec<_> = tables.iter().map(|table| table.get().inner.clone()).collect();
         Ok(Self { inner: Lookup::new(&tables, &feature_tables).map_err(to_python)? })
     }
 
     #[pyo3(signature = (ids, feature_splits, mode, threads, clicks=None))]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
     fn plan(
         &self,
         py: Python<'_>,
@@ -352,6 +307,6 @@ impl PyLookup {
         let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
         let mode = mode.get().on(threads)?;
         let clicks = clicks.as_ref().map(|clicks| slice("clicks", clicks)).transpose()?.unwrap_or_default();
-        py.detach(|| self.inner.plan(ids, splits, mode, clicks)).map(PyPlan::new).map_err(to_python)
+        detached(py, || self.inner.plan(ids, splits, mode, clicks)).map(PyPlan::new)
     }
 }

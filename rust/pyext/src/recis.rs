@@ -13,13 +13,12 @@ use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyRe
 use pyo3::prelude::*;
 
 use crate::buffers::{slice, slice_mut, slice2};
-use crate::error::{ended_error, input, to_python};
-use crate::foreign::{drop_detached, lock, with_signal_checks};
+use crate::error::{input, to_python};
+use crate::foreign::{detached, drop_detached, lock, with_signal_checks};
 use crate::paths::PyCheckpointDirectory;
 
 /// Returns the CRC-32C of each chunk of `data`.
 #[pyfunction]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
 pub(crate) fn chunk_checksums<'py>(
     py: Python<'py>,
     data: PyReadonlyArray1<'py, u8>,
@@ -54,8 +53,6 @@ impl PyRecisWrittenTable {
     #[new]
     #[pyo3(signature = (*, name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_begin, bucket_end, runs,
         starts))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments of one description")]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
     fn new(
         name: String,
         dim: u32,
@@ -80,6 +77,7 @@ impl PyRecisWrittenTable {
 
 /// A table name and its number of training steps.
 #[pyclass(frozen, get_all, from_py_object, name = "TableStep", module = "torchrec_embcache._native")]
+#[pyo3(new = "from_fields")]
 #[derive(Clone, Debug)]
 pub(crate) struct PyTableStep {
     name: String,
@@ -88,11 +86,6 @@ pub(crate) struct PyTableStep {
 
 #[pymethods]
 impl PyTableStep {
-    #[new]
-    fn new(name: String, step: u64) -> Self {
-        Self { name, step }
-    }
-
     fn __repr__(&self) -> String {
         format!("TableStep({:?}, {})", self.name, self.step)
     }
@@ -140,8 +133,12 @@ impl PyRecisSave {
     }
 }
 
+fn ended_error() -> Error {
+    Kind::State.error("the save has ended: make another")
+}
+
 fn closed_error() -> Error {
-    Error::new(Kind::State, "these blocks are finished: make another writer")
+    Kind::State.error("these blocks are finished: make another writer")
 }
 
 #[pymethods]
@@ -186,28 +183,24 @@ impl PyRecisSave {
     }
 
     /// Creates the data files.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn open_files(&self, py: Python<'_>, parallel: u32, blocks: Vec<Py<PyRecisBlockSpec>>) -> PyResult<()> {
         let blocks: Vec<RecisBlockSpec> = blocks.iter().map(|block| block.get().0.clone()).collect();
-        py.detach(|| {
+        detached(py, || {
             let save = lock(&self.save);
-            let writer = RecisShardWriter::new(save.as_ref().ok_or_else(|| ended_error("save"))?, parallel, blocks);
+            let writer = RecisShardWriter::new(save.as_ref().ok_or_else(ended_error)?, parallel, blocks);
             *self.writer.write().unwrap_or_else(PoisonError::into_inner) = Some(writer?);
             Ok(())
         })
-        .map_err(to_python)
     }
 
     /// Appends bytes to a block.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
     fn append(&self, py: Python<'_>, block: usize, data: PyReadonlyArray1<'_, u8>) -> PyResult<()> {
         let data = slice("data", &data)?;
         let copy = |at: usize, into: &mut [u8]| into.copy_from_slice(&data[at..at + into.len()]);
-        py.detach(|| self.append_with(block, data.len(), copy)).map_err(to_python)
+        detached(py, || self.append_with(block, data.len(), copy))
     }
 
     /// Appends the rows `rows[order]` to a block. `rows` is `[n, bytes]`, and the bytes of a row must be contiguous.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
     fn append_rows(
         &self,
         py: Python<'_>,
@@ -230,11 +223,10 @@ impl PyRecisSave {
                 (row, from, done) = (row + 1, 0, done + count);
             }
         };
-        py.detach(|| self.append_with(block, order.len() * width, copy)).map_err(to_python)
+        detached(py, || self.append_with(block, order.len() * width, copy))
     }
 
     /// Makes everything durable. The last shard publishes the save.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn publish(&self, py: Python<'_>, tables: Vec<Py<PyRecisWrittenTable>>) -> PyResult<PyRecisShardOutcome> {
         let tables: Vec<RecisWrittenTable> = tables.iter().map(|table| table.get().0.clone()).collect();
         let finished = with_signal_checks(py, |wait| {
@@ -253,11 +245,10 @@ impl PyRecisSave {
 
     /// Abandons the shard's part after writes in progress have finished. Idempotent.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| {
+        detached(py, || {
             drop(self.take_writer());
             lock(&self.save).take().map_or(Ok(()), RecisSave::abandon)
         })
-        .map_err(to_python)
     }
 }
 
@@ -330,7 +321,7 @@ pub(crate) struct PyRecisReader(RwLock<Option<RecisReader>>);
 impl PyRecisReader {
     fn with<T>(&self, work: impl FnOnce(&RecisReader) -> embcache::Result<T>) -> embcache::Result<T> {
         let reader = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        let released = || Error::new(Kind::State, "this RecIS-format save was released: open it again");
+        let released = || Kind::State.error("this RecIS-format save was released: open it again");
         work(reader.as_ref().ok_or_else(released)?)
     }
 }
@@ -386,11 +377,11 @@ impl PyRecisReader {
         mut into: PyReadwriteArray1<'_, u8>,
     ) -> PyResult<()> {
         let into = slice_mut("into", &mut into)?;
-        py.detach(|| self.with(|reader| reader.read_rows(table, &run.0, slot, into))).map_err(to_python)
+        detached(py, || self.with(|reader| reader.read_rows(table, &run.0, slot, into)))
     }
 
     fn read_tensor(&self, py: Python<'_>, name: &str, begin: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
         let into = slice_mut("into", &mut into)?;
-        py.detach(|| self.with(|reader| reader.read_tensor(name, begin, into))).map_err(to_python)
+        detached(py, || self.with(|reader| reader.read_tensor(name, begin, into)))
     }
 }

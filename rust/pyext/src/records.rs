@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 
 /// Identifies a manifest by its length and its XXH3.
 #[pyclass(frozen, get_all, eq, hash, from_py_object, name = "ManifestDigest", module = "torchrec_embcache._native")]
+#[pyo3(new = "from_fields")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PyManifestDigest {
     bytes: u64,
@@ -18,11 +19,6 @@ pub(crate) struct PyManifestDigest {
 
 #[pymethods]
 impl PyManifestDigest {
-    #[new]
-    fn new(bytes: u64, xxh3: u64) -> Self {
-        Self { bytes, xxh3 }
-    }
-
     fn __getnewargs__(&self) -> (u64, u64) {
         (self.bytes, self.xxh3)
     }
@@ -46,6 +42,7 @@ impl From<PyManifestDigest> for RankDigest {
 
 /// Identifies a checkpoint by its name and the XXH3 of its manifest.
 #[pyclass(frozen, get_all, eq, hash, from_py_object, name = "CheckpointId", module = "torchrec_embcache._native")]
+#[pyo3(new = "from_fields")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PyCheckpointId {
     name: String,
@@ -54,11 +51,6 @@ pub(crate) struct PyCheckpointId {
 
 #[pymethods]
 impl PyCheckpointId {
-    #[new]
-    fn new(name: String, manifest_xxh3: u64) -> Self {
-        Self { name, manifest_xxh3 }
-    }
-
     fn __getnewargs__(&self) -> (String, u64) {
         (self.name.clone(), self.manifest_xxh3)
     }
@@ -82,6 +74,7 @@ impl From<PyCheckpointId> for CheckpointId {
 
 /// A checkpoint on which a delta of a table can be based, and the first epoch whose changes it does not have.
 #[pyclass(frozen, get_all, eq, hash, from_py_object, name = "BaseCheckpoint", module = "torchrec_embcache._native")]
+#[pyo3(new = "from_fields")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PyBaseCheckpoint {
     id: PyCheckpointId,
@@ -90,11 +83,6 @@ pub(crate) struct PyBaseCheckpoint {
 
 #[pymethods]
 impl PyBaseCheckpoint {
-    #[new]
-    fn new(id: PyCheckpointId, next_epoch: u32) -> Self {
-        Self { id, next_epoch }
-    }
-
     fn __getnewargs__(&self) -> (PyCheckpointId, u32) {
         (self.id.clone(), self.next_epoch)
     }
@@ -189,6 +177,7 @@ impl From<checkpoint::PruneReport> for PyPruneReport {
 
 /// A part that one rank wrote, to be adopted by the coordinator.
 #[pyclass(frozen, get_all, from_py_object, name = "WrittenPart", module = "torchrec_embcache._native")]
+#[pyo3(new = "from_fields")]
 #[derive(Clone, Debug)]
 pub(crate) struct PyWrittenPart {
     /// May be invalid UTF-8.
@@ -199,11 +188,6 @@ pub(crate) struct PyWrittenPart {
 
 #[pymethods]
 impl PyWrittenPart {
-    #[new]
-    fn new(directory: OsString, name: String, digest: PyManifestDigest) -> Self {
-        Self { directory, name, digest }
-    }
-
     fn __getnewargs__(&self) -> (OsString, String, PyManifestDigest) {
         (self.directory.clone(), self.name.clone(), self.digest.clone())
     }
@@ -245,6 +229,7 @@ impl PyNewestCheckpoint {
 
 /// Counts of a table's changes since a checkpoint. Pickled.
 #[pyclass(frozen, get_all, eq, from_py_object, name = "ChangeCounts", module = "torchrec_embcache._native")]
+#[pyo3(new = "from_fields")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PyChangeCounts {
     pub(crate) rows: u64,
@@ -255,11 +240,6 @@ pub(crate) struct PyChangeCounts {
 
 #[pymethods]
 impl PyChangeCounts {
-    #[new]
-    fn new(rows: u64, tombstones: u64, swept: u64, expiring: u64) -> Self {
-        Self { rows, tombstones, swept, expiring }
-    }
-
     fn __getnewargs__(&self) -> (u64, u64, u64, u64) {
         (self.rows, self.tombstones, self.swept, self.expiring)
     }

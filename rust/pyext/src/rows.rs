@@ -17,7 +17,7 @@ use crate::error::{from_python, input};
 use crate::foreign::with_rows_locked_off_main;
 
 /// Metadata of rows.
-#[pyclass(frozen, get_all, name = "RowMetadata", module = "torchrec_embcache._native")]
+#[pyclass(frozen, get_all, new = "from_fields", name = "RowMetadata", module = "torchrec_embcache._native")]
 pub(crate) struct PyRowMetadata {
     count: Py<PyArray1<u32>>,
     last_step: Py<PyArray1<u64>>,
@@ -27,16 +27,6 @@ pub(crate) struct PyRowMetadata {
 
 #[pymethods]
 impl PyRowMetadata {
-    #[new]
-    fn new(
-        count: Py<PyArray1<u32>>,
-        last_step: Py<PyArray1<u64>>,
-        score: Py<PyArray1<f32>>,
-        modified_epoch: Py<PyArray1<u32>>,
-    ) -> Self {
-        Self { count, last_step, score, modified_epoch }
-    }
-
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         Ok(format!("RowMetadata of {} rows", self.count.bind(py).len()?))
     }
@@ -69,7 +59,7 @@ impl PyRowMetadata {
 }
 
 /// Rows with values and metadata.
-#[pyclass(frozen, get_all, name = "RowBlock", module = "torchrec_embcache._native")]
+#[pyclass(frozen, get_all, new = "from_fields", name = "RowBlock", module = "torchrec_embcache._native")]
 pub(crate) struct PyRowBlock {
     ids: Py<PyArray1<i64>>,
     vectors: Py<PyArray2<f32>>,
@@ -79,16 +69,6 @@ pub(crate) struct PyRowBlock {
 
 #[pymethods]
 impl PyRowBlock {
-    #[new]
-    fn new(
-        ids: Py<PyArray1<i64>>,
-        vectors: Py<PyArray2<f32>>,
-        scalars: Py<PyArray1<f32>>,
-        metadata: Py<PyRowMetadata>,
-    ) -> Self {
-        Self { ids, vectors, scalars, metadata }
-    }
-
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
         self.ids.bind(py).len()
     }
@@ -159,7 +139,7 @@ impl PyFetchedRows {
 }
 
 /// The rows of some slots of a device tier, gathered by a Python callable.
-#[pyclass(frozen, get_all, name = "GatheredRows", module = "torchrec_embcache._native")]
+#[pyclass(frozen, get_all, new = "from_fields", name = "GatheredRows", module = "torchrec_embcache._native")]
 pub(crate) struct PyGatheredRows {
     pub(crate) vectors: Py<PyArray2<f32>>,
     pub(crate) scalars: Py<PyArray1<f32>>,
@@ -167,11 +147,6 @@ pub(crate) struct PyGatheredRows {
 
 #[pymethods]
 impl PyGatheredRows {
-    #[new]
-    fn new(vectors: Py<PyArray2<f32>>, scalars: Py<PyArray1<f32>>) -> Self {
-        Self { vectors, scalars }
-    }
-
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         Ok(format!("GatheredRows of {} slots", self.scalars.bind(py).len()?))
     }
@@ -193,7 +168,7 @@ impl PyRowOccurrences {
 }
 
 /// The device tier of one table, as arrays that share the memory of its tensors.
-#[pyclass(frozen, get_all, name = "DeviceArrays", module = "torchrec_embcache._native")]
+#[pyclass(frozen, get_all, new = "from_fields", name = "DeviceArrays", module = "torchrec_embcache._native")]
 pub(crate) struct PyDeviceArrays {
     weights: Py<PyArray2<f32>>,
     vector_slots: Vec<Py<PyArray2<f32>>>,
@@ -202,15 +177,6 @@ pub(crate) struct PyDeviceArrays {
 
 #[pymethods]
 impl PyDeviceArrays {
-    #[new]
-    fn new(
-        weights: Py<PyArray2<f32>>,
-        vector_slots: Vec<Py<PyArray2<f32>>>,
-        scalars: Option<Py<PyArray1<f32>>>,
-    ) -> Self {
-        Self { weights, vector_slots, scalars }
-    }
-
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         Ok(format!("DeviceArrays of {} slots", self.weights.bind(py).len()?))
     }

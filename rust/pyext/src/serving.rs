@@ -7,48 +7,25 @@ use std::process;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
+use embcache::Kind;
 use embcache::serve::{
     MissingRead, PollOutcome, PoolingMode, ServeIndexReport, ServeOptions, ServedTable, ServedVersion, ServingFollower,
     ServingStats, TableServer,
 };
-use embcache::{Error, Kind};
 use numpy::{PyReadonlyArray1, PyReadwriteArray1, PyReadwriteArray2};
 use pyo3::prelude::*;
 
 use crate::buffers::{slice, slice_mut, slice2_mut};
 use crate::error::to_python;
-use crate::foreign::{lock, with_signal_checks};
+use crate::foreign::{detached, lock, with_signal_checks};
 use crate::logging::{follow_levels, follow_levels_sometimes};
 use crate::paths::PyCheckpointDirectory;
-
-/// Parses the name of the value read for missing ids. "value" reads `value` in every column.
-fn missing_read_from(name: &str, value: f32) -> PyResult<MissingRead> {
-    match name {
-        "zeros" => Ok(MissingRead::Zeros),
-        "initial" => Ok(MissingRead::Initial),
-        "oov" => Ok(MissingRead::OovRow),
-        "value" => Ok(MissingRead::Value(value)),
-        _ => Err(to_python(Error::new(
-            Kind::Config,
-            format!("missing={name:?} is not known: use \"zeros\", \"initial\", \"oov\" or a number"),
-        ))),
-    }
-}
-
-fn pooling_from(name: &str) -> PyResult<PoolingMode> {
-    match name {
-        "sum" => Ok(PoolingMode::Sum),
-        "mean" => Ok(PoolingMode::Mean),
-        _ => {
-            Err(to_python(Error::new(Kind::Config, format!("pooling={name:?} is not known: use \"sum\" or \"mean\""))))
-        }
-    }
-}
+use crate::settings::{missing_read_from, value_named};
 
 /// Converts a number of seconds to a duration. `name` is its name in the error.
 fn seconds(name: &str, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds).map_err(|_| {
-        to_python(Error::new(Kind::Config, format!("{name}={seconds} is no duration: give seconds from 0 to 2^64")))
+        to_python(Kind::Config.error(format!("{name}={seconds} is no duration: give seconds from 0 to 2^64")))
     })
 }
 
@@ -79,7 +56,6 @@ pub(crate) struct PyTableServer {
 impl PyTableServer {
     #[new]
     #[pyo3(signature = (directory, *, at=None, host_bytes=None, max_staleness_seconds=None, raise_when_stale=false, missing=None, missing_value=0.0, source=None, preload=false, verify=false))]
-    #[expect(clippy::too_many_arguments, reason = "they are the settings of a user's call")]
     fn new(
         py: Python<'_>,
         directory: &PyCheckpointDirectory,
@@ -94,7 +70,11 @@ impl PyTableServer {
         verify: bool,
     ) -> PyResult<Self> {
         let max_staleness = max_staleness_seconds.map(|given| seconds("max_staleness_seconds", given)).transpose()?;
-        let missing = missing.map(|name| missing_read_from(name, missing_value)).transpose()?;
+        let missing = missing.map(|name| match name {
+            "value" => Ok(MissingRead::Value(missing_value)),
+            name => missing_read_from("missing", name),
+        });
+        let missing = missing.transpose()?;
         let source = source.map(|source| source.inner.clone());
         let options =
             ServeOptions { at, host_bytes, max_staleness, raise_when_stale, source, missing, preload, verify };
@@ -119,19 +99,18 @@ impl PyTableServer {
     }
 
     fn rollback(&self, py: Python<'_>) -> PyResult<String> {
-        py.detach(|| self.inner.rollback()).map(|name| name.to_string()).map_err(to_python)
+        detached(py, || self.inner.rollback()).map(|name| name.to_string())
     }
 
     /// Starts the polling thread, and stops an earlier one.
     fn follow(&self, py: Python<'_>, every_seconds: f64) -> PyResult<()> {
         let every = seconds("poll_seconds", every_seconds)?;
-        py.detach(|| {
+        detached(py, || {
             let follower = self.inner.follow(every)?;
             let following = FollowerThread { process: process::id(), follower: Some(follower) };
             drop(lock(&self.following).replace(following));
             Ok(())
         })
-        .map_err(to_python)
     }
 
     /// Stops the polling thread. Idempotent.
@@ -218,7 +197,6 @@ impl PyServedTable {
     }
 
     /// Fills `out` [N, `stored_bytes`] and `found` [N]. Returns the number of missing ids.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
     fn lookup_stored(
         &self,
         py: Python<'_>,
@@ -228,11 +206,10 @@ impl PyServedTable {
     ) -> PyResult<usize> {
         let (ids, out, found) =
             (slice("ids", &ids)?, slice2_mut("out", &mut out, self.stored_bytes())?, slice_mut("found", &mut found)?);
-        py.detach(|| self.inner.lookup_stored(ids, out, found)).map_err(to_python)
+        detached(py, || self.inner.lookup_stored(ids, out, found))
     }
 
     /// Fills `out` [N, D] and `found` [N]. Returns the number of missing ids.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
     fn lookup(
         &self,
         py: Python<'_>,
@@ -242,13 +219,11 @@ impl PyServedTable {
     ) -> PyResult<usize> {
         let (ids, out, found) =
             (slice("ids", &ids)?, slice2_mut("out", &mut out, self.inner.dim())?, slice_mut("found", &mut found)?);
-        py.detach(|| self.inner.lookup(ids, out, found)).map_err(to_python)
+        detached(py, || self.inner.lookup(ids, out, found))
     }
 
     /// Fills `out` [B, D] with the pooled bags into which `offsets` [B + 1] divide `ids` [N]. Returns the number of
     /// missing ids.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
-    #[pyo3(signature = (ids, offsets, pooling, weights, out))]
     fn lookup_pooled(
         &self,
         py: Python<'_>,
@@ -258,11 +233,11 @@ impl PyServedTable {
         weights: Option<PyReadonlyArray1<'_, f32>>,
         mut out: PyReadwriteArray2<'_, f32>,
     ) -> PyResult<usize> {
-        let pooling = pooling_from(pooling)?;
+        let pooling = value_named("pooling", pooling, &[("sum", PoolingMode::Sum), ("mean", PoolingMode::Mean)])?;
         let (ids, offsets) = (slice("ids", &ids)?, slice("offsets", &offsets)?);
         let weights = weights.as_ref().map(|weights| slice("per_sample_weights", weights)).transpose()?;
         let out = slice2_mut("out", &mut out, self.inner.dim())?;
-        py.detach(|| self.inner.lookup_pooled(ids, offsets, pooling, weights, out)).map_err(to_python)
+        detached(py, || self.inner.lookup_pooled(ids, offsets, pooling, weights, out))
     }
 
     fn __repr__(&self) -> String {

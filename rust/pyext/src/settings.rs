@@ -3,17 +3,38 @@
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
+use embcache::Kind;
 use embcache::cache::{MissingMode, PlanMode};
 use embcache::config::{AdmissionRule, EvictionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, ReopenMode};
 use embcache::rows::{InitializerSpec, WeightPrecision};
 use embcache::runtime::budget::SharedBudget;
-use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
 use crate::error::to_python;
 
 fn config_error(message: String) -> PyErr {
-    to_python(Error::new(Kind::Config, message))
+    to_python(Kind::Config.error(message))
+}
+
+fn unknown_error(field: &str, name: &str, known: &str) -> PyErr {
+    config_error(format!("{field}={name:?} is not known: use {known}"))
+}
+
+/// Returns the value of `field` that is called `name`.
+pub(crate) fn value_named<T: Copy>(field: &str, name: &str, known: &[(&str, T)]) -> PyResult<T> {
+    let found = known.iter().find(|(known, _)| *known == name);
+    found.map(|(_, value)| *value).ok_or_else(|| {
+        let mut names: Vec<String> = known.iter().map(|(name, _)| format!("{name:?}")).collect();
+        let last = names.pop().unwrap_or_default();
+        unknown_error(field, name, &format!("{} or {last}", names.join(", ")))
+    })
+}
+
+/// Returns the value read for missing ids that is called `name`.
+pub(crate) fn missing_read_from(field: &str, name: &str) -> PyResult<MissingRead> {
+    let known = [("zeros", MissingRead::Zeros), ("initial", MissingRead::Initial), ("oov", MissingRead::OovRow)];
+    let found = known.into_iter().find(|(known, _)| *known == name).map(|(_, read)| read);
+    found.ok_or_else(|| unknown_error(field, name, r#""zeros", "initial", "oov" or a number"#))
 }
 
 /// Initializer of a table's rows.
@@ -134,13 +155,11 @@ impl PyEvictionRule {
     }
 
     #[staticmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn any(rules: Vec<Py<Self>>) -> Self {
         Self { core: EvictionRule::Any(rules.iter().map(|rule| rule.get().core.clone()).collect()) }
     }
 
     #[staticmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn all(rules: Vec<Py<Self>>) -> Self {
         Self { core: EvictionRule::All(rules.iter().map(|rule| rule.get().core.clone()).collect()) }
     }
@@ -163,14 +182,7 @@ impl PyMissingRead {
         match self {
             Self::Value(value) if value.is_finite() => Ok(MissingRead::Value(*value)),
             Self::Value(value) => Err(config_error(format!("{field}={value}: give a finite number"))),
-            Self::Name(name) => match name.as_str() {
-                "zeros" => Ok(MissingRead::Zeros),
-                "initial" => Ok(MissingRead::Initial),
-                "oov" => Ok(MissingRead::OovRow),
-                other => Err(config_error(format!(
-                    "{field}={other:?} is not known: use \"zeros\", \"initial\", \"oov\" or a number"
-                ))),
-            },
+            Self::Name(name) => missing_read_from(field, name),
         }
     }
 }
@@ -241,22 +253,13 @@ impl PyTableCounters {
 }
 
 fn missing_mode_from(name: &str) -> PyResult<MissingMode> {
-    Ok(match name {
-        "initial" => MissingMode::Initial,
-        "zeros" => MissingMode::Zeros,
-        "not_admitted" => MissingMode::NotAdmitted,
-        _ => {
-            return Err(config_error(format!(
-                "missing={name:?} is not known: use \"initial\", \"zeros\" or \"not_admitted\""
-            )));
-        }
-    })
+    use MissingMode::{Initial, NotAdmitted, Zeros};
+    value_named("missing", name, &[("initial", Initial), ("zeros", Zeros), ("not_admitted", NotAdmitted)])
 }
 
 pub(crate) fn precision_from(name: &str) -> PyResult<WeightPrecision> {
-    WeightPrecision::from_name(name).ok_or_else(|| {
-        config_error(format!("precision={name:?} is not known: use \"fp32\", \"fp16\", \"bf16\" or \"int8\""))
-    })
+    let unknown = || unknown_error("precision", name, r#""fp32", "fp16", "bf16" or "int8""#);
+    WeightPrecision::from_name(name).ok_or_else(unknown)
 }
 
 pub(crate) fn optimizer_from(name: &str) -> PyResult<OptimizerKind> {
@@ -268,11 +271,7 @@ pub(crate) fn policy_from(name: &str) -> PyResult<PolicyKind> {
 }
 
 pub(crate) fn on_full_from(name: &str) -> PyResult<OnFull> {
-    Ok(match name {
-        "error" => OnFull::Error,
-        "evict" => OnFull::Evict,
-        _ => return Err(config_error(format!("on_full={name:?} is not known: use \"error\" or \"evict\""))),
-    })
+    value_named("on_full", name, &[("error", OnFull::Error), ("evict", OnFull::Evict)])
 }
 
 /// Parses `reopen`. `unfinished`: commit id of the latest state that no flush of several tables completed, for "auto".
@@ -282,11 +281,7 @@ pub(crate) fn reopen_from(name: Option<&str>, unfinished: Option<u64>) -> PyResu
         Some("resume") => ReopenMode::Resume,
         Some("discard") => ReopenMode::Discard,
         Some("auto") => ReopenMode::Auto { unfinished },
-        Some(other) => {
-            return Err(config_error(format!(
-                "reopen={other:?} is not known: use None, \"resume\", \"discard\" or \"auto\""
-            )));
-        }
+        Some(other) => return Err(unknown_error("reopen", other, r#"None, "resume", "discard" or "auto""#)),
     })
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use embcache::Kind;
 use embcache::cache::{ExportStream, INDEX_BYTES_PER_ROW, RowBlock, Table, device_row_bytes, host_row_bytes};
 use embcache::config::{AdmissionRule, EvictionConfig, MissingRead, SsdConfig, TableConfig};
 use embcache::io::default_engine;
@@ -12,7 +13,6 @@ use embcache::lifecycle::{BucketCounts, OovRow, StepClock};
 use embcache::sizing::MissRatioCurve;
 use embcache::ssd::{LinkedSegments, SsdTier, StateCounters};
 use embcache::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, table_key};
-use embcache::{Error, Kind};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, ToPyArray};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -20,6 +20,7 @@ use pyo3::prelude::*;
 use crate::buffers::{headers_from_python, slice, slice2};
 use crate::error::to_python;
 use crate::eviction::{PyEvictedBlock, PyEvictedQueue, PyRankKeyRange, PyScoreHistogram};
+use crate::foreign::detached;
 use crate::logging::{follow_levels, follow_levels_sometimes};
 use crate::paths::{CheckedSsdDir, PyCommitDirectory};
 use crate::records::{PyBaseCheckpoint, PyChangeCounts};
@@ -43,7 +44,7 @@ impl PyTable {
     /// Waits until no asynchronous save has a snapshot of the rows. Python's signal handlers run during this time, so
     /// that Ctrl-C ends the wait.
     fn wait_for_save(&self, py: Python<'_>) -> PyResult<()> {
-        while !py.detach(|| self.inner.wait_for_save(SIGNALS_EVERY)).map_err(to_python)? {
+        while !detached(py, || self.inner.wait_for_save(SIGNALS_EVERY))? {
             py.check_signals()?;
         }
         Ok(())
@@ -86,8 +87,6 @@ impl PyTable {
         host_bytes, device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_commit_id, policy, on_full, segments=None,
         uncommitted=None, ssd_root=None, admission=None, not_admitted=None, missing_read=None, score_half_life_steps=None,
         eviction=None, evict_every_steps=None, sizing=false, shared_budget=None))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn new(
         py: Python<'_>,
         name: String,
@@ -145,7 +144,7 @@ impl PyTable {
                 .map(|rule| EvictionConfig { rule: rule.get().core.clone(), every_steps: evict_every_steps }),
         };
         follow_levels(py)?;
-        py.detach(|| open_table(config, device_gather, ssd_root.as_ref(), segments.as_ref(), sizing)).map_err(to_python)
+        detached(py, || open_table(config, device_gather, ssd_root.as_ref(), segments.as_ref(), sizing))
     }
 
     #[getter]
@@ -174,7 +173,7 @@ impl PyTable {
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
-        py.detach(|| self.inner.len()).map(|rows| rows as usize).map_err(to_python)
+        detached(py, || self.inner.len()).map(|rows| rows as usize)
     }
     fn version(&self) -> u64 {
         self.inner.version()
@@ -183,45 +182,44 @@ impl PyTable {
         self.inner.is_closed()
     }
     fn step(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| self.inner.step()).map_err(to_python)
+        detached(py, || self.inner.step())
     }
     fn set_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        py.detach(|| self.inner.set_step(step)).map_err(to_python)
+        detached(py, || self.inner.set_step(step))
     }
     #[getter]
     fn has_oov_row(&self) -> bool {
         self.inner.config().not_admitted == MissingRead::OovRow
     }
     fn oov_row<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray1<f32>>>> {
-        let row = py.detach(|| self.inner.oov_row()).map_err(to_python)?;
+        let row = detached(py, || self.inner.oov_row())?;
         Ok(row.map(|row| row.values().to_pyarray(py)))
     }
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
     fn set_oov_row(&self, py: Python<'_>, values: PyReadonlyArray1<'_, f32>) -> PyResult<()> {
         let values = slice("values", &values)?.to_vec();
         let layout = self.inner.config().layout();
         let (len, expected) = (values.len(), layout.floats());
         let row = OovRow::from_values(layout, values).ok_or_else(|| {
-            to_python(Error::new(Kind::Input, format!("the OOV row of this table has {expected} values, not {len}")))
+            to_python(Kind::Input.error(format!("the OOV row of this table has {expected} values, not {len}")))
         })?;
-        py.detach(|| self.inner.set_oov_row(Some(&row))).map_err(to_python)
+        detached(py, || self.inner.set_oov_row(Some(&row)))
     }
     fn epoch(&self, py: Python<'_>) -> PyResult<u32> {
-        py.detach(|| self.inner.epoch()).map_err(to_python)
+        detached(py, || self.inner.epoch())
     }
     fn set_epoch(&self, py: Python<'_>, epoch: u32) -> PyResult<()> {
-        py.detach(|| self.inner.set_epoch(epoch)).map_err(to_python)
+        detached(py, || self.inner.set_epoch(epoch))
     }
     fn base_checkpoints(&self, py: Python<'_>) -> PyResult<Vec<PyBaseCheckpoint>> {
-        let bases = py.detach(|| self.inner.base_checkpoints()).map_err(to_python)?;
+        let bases = detached(py, || self.inner.base_checkpoints())?;
         Ok(bases.into_iter().map(Into::into).collect())
     }
     fn sweeps_since(&self, py: Python<'_>, base: PyBaseCheckpoint) -> PyResult<Vec<String>> {
-        let sweeps = py.detach(|| self.inner.sweeps_since(&base.into())).map_err(to_python)?;
+        let sweeps = detached(py, || self.inner.sweeps_since(&base.into()))?;
         Ok(sweeps.iter().map(|sweep| format!("{sweep:?}")).collect())
     }
     fn count_changes(&self, py: Python<'_>, base: PyBaseCheckpoint) -> PyResult<PyChangeCounts> {
-        let counts = py.detach(|| self.inner.count_changes(&base.into())).map_err(to_python)?;
+        let counts = detached(py, || self.inner.count_changes(&base.into()))?;
         Ok(PyChangeCounts {
             rows: counts.rows,
             tombstones: counts.tombstones,
@@ -234,40 +232,37 @@ impl PyTable {
         py.detach(|| self.inner.finish_background_save(next_epoch, base.map(Into::into)));
     }
     fn record_base(&self, py: Python<'_>, base: PyBaseCheckpoint) -> PyResult<()> {
-        py.detach(|| self.inner.saved_as(base.into())).map_err(to_python)
+        detached(py, || self.inner.saved_as(base.into()))
     }
-    #[pyo3(signature = (reason))]
     fn set_unusable(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
-        py.detach(|| self.inner.set_unusable(reason)).map_err(to_python)
+        detached(py, || self.inner.set_unusable(reason))
     }
 
     fn unusable(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        py.detach(|| self.inner.unusable()).map_err(to_python)
+        detached(py, || self.inner.unusable())
     }
     fn counters(&self, py: Python<'_>) -> PyResult<PyTableCounters> {
-        let (step, epoch) = py.detach(|| self.inner.counters()).map_err(to_python)?;
+        let (step, epoch) = detached(py, || self.inner.counters())?;
         Ok(PyTableCounters { step, epoch })
     }
 
     fn stats(&self, py: Python<'_>) -> PyResult<PyTableStats> {
-        PyTableStats::new(py, py.detach(|| self.inner.stats()).map_err(to_python)?)
+        PyTableStats::new(py, detached(py, || self.inner.stats())?)
     }
 
     fn export(&self, py: Python<'_>, chunk_rows: usize) -> PyResult<PyTableExport> {
-        let stream = py.detach(|| self.inner.export(chunk_rows)).map_err(to_python)?;
+        let stream = detached(py, || self.inner.export(chunk_rows))?;
         Ok(PyTableExport { stream: Mutex::new(stream), vector_floats: self.vector_floats() })
     }
 
     #[pyo3(signature = (ids, *, incomplete=false))]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
     fn read_rows(&self, py: Python<'_>, ids: PyReadonlyArray1<'_, i64>, incomplete: bool) -> PyResult<PyFoundRows> {
         let ids = slice("ids", &ids)?;
         let read = || if incomplete { self.inner.read_incomplete_rows(ids) } else { self.inner.read_rows(ids) };
-        let rows = py.detach(read).map_err(to_python)?;
+        let rows = detached(py, read)?;
         PyFoundRows::of(py, rows.found, &rows.headers, rows.vectors, self.vector_floats())
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
     fn import_rows<'py>(
         &self,
         py: Python<'py>,
@@ -280,62 +275,58 @@ impl PyTable {
         let metadata = metadata.as_ref().map(|metadata| metadata.get().borrowed(py)).transpose()?;
         let headers = headers_from_python(slice("ids", &ids)?, scalars, metadata.as_ref())?;
         let vectors = slice2("vectors", &vectors, self.vector_floats())?;
-        py.detach(|| self.inner.import_rows(RowBlock { headers: &headers, vectors })).map_err(to_python)
+        detached(py, || self.inner.import_rows(RowBlock { headers: &headers, vectors }))
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
     fn remove_rows(&self, py: Python<'_>, ids: PyReadonlyArray1<'_, i64>) -> PyResult<u64> {
         let ids = slice("ids", &ids)?;
-        py.detach(|| self.inner.remove_rows(ids)).map_err(to_python)
+        detached(py, || self.inner.remove_rows(ids))
     }
     fn adopt_lifecycle(&self, py: Python<'_>, source: &Self) -> PyResult<()> {
-        py.detach(|| self.inner.take_counts(&source.inner)).map_err(to_python)
+        detached(py, || self.inner.take_counts(&source.inner))
     }
     fn adopt_time_source(&self, py: Python<'_>, previous: &Self) -> PyResult<()> {
-        py.detach(|| self.inner.adopt_time_source(&previous.inner)).map_err(to_python)
+        detached(py, || self.inner.adopt_time_source(&previous.inner))
     }
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;
-        py.detach(|| self.inner.clear()).map_err(to_python)
+        detached(py, || self.inner.clear())
     }
     /// Applies the table's eviction rule, or `rule`, after the current step.
     #[pyo3(signature = (rule=None))]
     fn sweep(&self, py: Python<'_>, rule: Option<&PyEvictionRule>) -> PyResult<()> {
         let rule = rule.map(|rule| &rule.core);
-        py.detach(|| rule.map_or_else(|| self.inner.sweep(), |rule| self.inner.sweep_with_rule(rule)))
-            .map_err(to_python)
+        detached(py, || rule.map_or_else(|| self.inner.sweep(), |rule| self.inner.sweep_with_rule(rule)))
     }
     #[pyo3(signature = (rule=None))]
     fn prepare_sweep(&self, py: Python<'_>, rule: Option<&PyEvictionRule>) -> PyResult<()> {
-        py.detach(|| self.inner.prepare_sweep(rule.map(|rule| &rule.core))).map_err(to_python)
+        detached(py, || self.inner.prepare_sweep(rule.map(|rule| &rule.core)))
     }
     fn now(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| self.inner.now()).map_err(to_python)
+        detached(py, || self.inner.now())
     }
     fn step_at(&self, py: Python<'_>, time: u64) -> PyResult<Option<u64>> {
-        py.detach(|| self.inner.step_at(time)).map_err(to_python)
+        detached(py, || self.inner.step_at(time))
     }
     fn set_time(&self, py: Python<'_>, time: u64) -> PyResult<()> {
-        py.detach(|| self.inner.set_time(time)).map_err(to_python)
+        detached(py, || self.inner.set_time(time))
     }
     fn check_time(&self, py: Python<'_>, time: u64) -> PyResult<()> {
-        py.detach(|| self.inner.check_time(time)).map_err(to_python)
+        detached(py, || self.inner.check_time(time))
     }
     /// Returns the queue of rows that are evicted after this call.
     fn start_evicted_queue(&self, py: Python<'_>) -> PyResult<PyEvictedQueue> {
-        py.detach(|| self.inner.start_evicted_queue()).map(|inner| PyEvictedQueue { inner }).map_err(to_python)
+        detached(py, || self.inner.start_evicted_queue()).map(|inner| PyEvictedQueue { inner })
     }
     fn next_evicted(&self, py: Python<'_>) -> PyResult<Option<PyEvictedBlock>> {
-        let next = py.detach(|| self.inner.next_evicted()).map_err(to_python)?;
+        let next = detached(py, || self.inner.next_evicted())?;
         next.map(|rows| PyEvictedBlock::of(py, rows, self.vector_floats())).transpose()
     }
     fn end_evicted_queue(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.end_evicted_queue()).map_err(to_python)
+        detached(py, || self.inner.end_evicted_queue())
     }
     /// Counts the rows by rank key in the eviction order after `step`. Returns `None` if `version` is given and the
     /// table's version differs from it.
-    #[pyo3(signature = (step, ranges, version))]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn score_histogram(
         &self,
         py: Python<'_>,
@@ -344,21 +335,19 @@ impl PyTable {
         version: Option<u64>,
     ) -> PyResult<Option<PyScoreHistogram>> {
         let ranges: Vec<_> = ranges.iter().map(|range| range.get().core).collect();
-        let counted = py.detach(|| self.inner.score_histogram(step, &ranges, version)).map_err(to_python)?;
+        let counted = detached(py, || self.inner.score_histogram(step, &ranges, version))?;
         counted.map(|counted| PyScoreHistogram::of(py, counted)).transpose()
     }
     fn is_unchanged_since_sweep(&self, py: Python<'_>) -> PyResult<bool> {
-        py.detach(|| self.inner.is_unchanged_since_sweep()).map_err(to_python)
+        detached(py, || self.inner.is_unchanged_since_sweep())
     }
     fn clear_rows(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;
-        py.detach(|| self.inner.clear_rows()).map_err(to_python)
+        detached(py, || self.inner.clear_rows())
     }
-    #[pyo3(signature = (commit_id))]
     fn flush(&self, py: Python<'_>, commit_id: Option<u64>) -> PyResult<()> {
         follow_levels_sometimes(py)?;
-        py.detach(|| commit_id.map_or_else(|| self.inner.flush_next(), |commit_id| self.inner.flush(commit_id)))
-            .map_err(to_python)
+        detached(py, || commit_id.map_or_else(|| self.inner.flush_next(), |commit_id| self.inner.flush(commit_id)))
     }
     fn has_lost_flush(&self, py: Python<'_>) -> bool {
         py.detach(|| self.inner.published_given_up())
@@ -367,29 +356,27 @@ impl PyTable {
         py.detach(|| self.inner.last_commit_id())
     }
     fn check_writable(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.check_writable()).map_err(to_python)
+        detached(py, || self.inner.check_writable())
     }
     fn is_read_only(&self, py: Python<'_>) -> bool {
         py.detach(|| self.inner.is_read_only())
     }
     fn forget_commit(&self, py: Python<'_>, commit_id: u64) -> PyResult<()> {
-        py.detach(|| self.inner.forget_published(commit_id)).map_err(to_python)
+        detached(py, || self.inner.forget_published(commit_id))
     }
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;
-        py.detach(|| self.inner.close()).map_err(to_python)
+        detached(py, || self.inner.close())
     }
     #[staticmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn commit_ids(py: Python<'_>, ssd_dir: PathBuf, ssd_root: PathBuf, path_checks: &str) -> PyResult<Vec<u64>> {
         let root = CheckedSsdDir::new(ssd_root, path_checks)?;
-        py.detach(|| SsdTier::published_commit_ids(&ssd_dir, &*root.engine()?.1)).map_err(to_python)
+        detached(py, || SsdTier::published_commit_ids(&ssd_dir, &*root.engine()?.1))
     }
     #[staticmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn remove_shard(py: Python<'_>, ssd_dir: PathBuf, ssd_root: PathBuf, path_checks: &str) -> PyResult<()> {
         let root = CheckedSsdDir::new(ssd_root, path_checks)?;
-        py.detach(|| SsdTier::remove_shard(&ssd_dir, &*root.engine()?.1)).map_err(to_python)
+        detached(py, || SsdTier::remove_shard(&ssd_dir, &*root.engine()?.1))
     }
 }
 
@@ -434,7 +421,6 @@ impl PyLinkedSegments {
 /// Sweeps tables by the rules in `rules`, or by a table's own rule for `None`. No Python signal handler runs between
 /// two of them.
 #[pyfunction]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
 pub(crate) fn sweep_tables(
     py: Python<'_>,
     tables: Vec<Py<PyTable>>,
@@ -445,7 +431,7 @@ pub(crate) fn sweep_tables(
     }
     let rules = rules.iter().map(|rule| rule.as_ref().map(|rule| &rule.get().core));
     let all: Vec<_> = tables.iter().map(|table| table.get().inner.clone()).zip(rules).collect();
-    py.detach(|| Table::sweep_all(&all)).map_err(to_python)
+    detached(py, || Table::sweep_all(&all))
 }
 
 /// The miss ratios of caches of many sizes under one policy.
@@ -486,14 +472,13 @@ impl PyMissRatioCurve {
 /// With `reset` the counts restart at zero.
 #[pyfunction]
 #[pyo3(signature = (table, *, reset))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
 pub(crate) fn miss_ratio_curves(
     py: Python<'_>,
     table: Py<PyTable>,
     reset: bool,
 ) -> PyResult<Option<Vec<PyMissRatioCurve>>> {
     let table: &Table = &table.get().inner;
-    let curves = py.detach(|| table.miss_ratio_curves(reset)).map_err(to_python)?;
+    let curves = detached(py, || table.miss_ratio_curves(reset))?;
     Ok(curves.map(|curves| curves.iter().map(|curve| PyMissRatioCurve::new(py, curve)).collect()))
 }
 
