@@ -48,13 +48,12 @@ mod tests;
 mod two_phase;
 mod workers;
 
-use std::path::Path;
 use std::sync::Arc;
 
 use crate::config::SsdConfig;
-use crate::error::{Kind, Result};
+use crate::error::Result;
 use crate::io::IoEngine;
-use crate::rows::{RowLayout, RowMut, RowRef};
+use crate::rows::{RowLayout, RowRef};
 use crate::runtime::sync::Ordering::Relaxed;
 use crate::stats::{SsdStats, TierStats};
 use crate::types::Id;
@@ -71,7 +70,7 @@ pub use store::scan_state::ScanConsumer;
 pub use store::snapshot::EarlyRowSink;
 pub use two_phase::CommitDirectory;
 
-use ops::{append, commit, evict, expire, fetch, make_space, scan};
+use ops::{append, evict, make_space, scan};
 use recover::open::{self, SsdTuning};
 use segment::open_segment::OpenSegment;
 use space::sizing;
@@ -113,21 +112,6 @@ impl SsdTier {
         Ok(Self { inner })
     }
 
-    /// Returns the commit ids of the states in a directory, oldest first, by their file names. A resume verifies a
-    /// state.
-    pub fn published_commit_ids(dir: &Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
-        open::published_commit_ids(dir, engine)
-    }
-
-    /// Removes the directory of an unused table shard and its contents.
-    ///
-    /// Errors: `State` for a directory that contains anything but a tier's own files, `InUse` (names the pid) if a
-    /// table has it open, `Path`, `Permission` and `Storage`. After an error nothing was removed, unless the file
-    /// system failed half-way.
-    pub fn remove_shard(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
-        open::remove_shard(dir, engine)
-    }
-
     /// Number of rows in this tier.
     pub fn rows(&self) -> u64 {
         self.inner.view().rows()
@@ -162,25 +146,6 @@ impl SsdTier {
         }
     }
 
-    /// Starts reading rows into the passed memory, which must stay valid and untouched until the fetch is done.
-    pub fn fetch(&self, requested: Vec<(Id, RowMut)>) -> Arc<RowFetch> {
-        let mut batch = FetchBatch::default();
-        let fetch = fetch::fetch_in(&self.inner, requested, None, &mut batch);
-        batch.submit();
-        fetch
-    }
-
-    /// Like [`SsdTier::fetch`], but reads from disk only when `batch` is submitted, together with the reads of other
-    /// tiers. Callers need not wait for it: the fetch owns `keep_alive`, which contains the rows' memory.
-    pub fn fetch_in(
-        &self,
-        requested: Vec<(Id, RowMut)>,
-        keep_alive: FetchKeepAlive,
-        batch: &mut FetchBatch,
-    ) -> Arc<RowFetch> {
-        fetch::fetch_in(&self.inner, requested, Some(keep_alive), batch)
-    }
-
     /// Appends rows. `known[i]` states that an older version of row `i` is in this tier, which the caller knows because
     /// it fetched or appended it. If it is false the id must be absent. `Capacity` if the rows do not fit the cap; then
     /// none was appended.
@@ -191,69 +156,9 @@ impl SsdTier {
         append::append(&self.inner, rows, known)
     }
 
-    /// Removes ids that are present, each once. After an error all of them are still present. If a write fails after
-    /// some were removed, all are removed, and the next call returns the error.
-    pub fn remove(&self, ids: &[Id]) -> Result<()> {
-        evict::remove(&self.inner, ids)
-    }
-
     /// Like [`SsdTier::remove`], for a read-only tier. Writes nothing.
     pub fn remove_without_tombstones(&self, ids: &[Id]) {
         evict::remove_without_tombstones(&self.inner, ids);
-    }
-
-    /// Removes all rows, for example when a load replaces the contents.
-    pub fn clear(&self) -> Result<()> {
-        evict::clear(&self.inner)
-    }
-
-    /// Evicts `rows` rows, or as many as possible, and returns their ids. Starts with the oldest segments; a call
-    /// continues where the previous call stopped. Rows for which `keep` returns true stay. Passes the evicted rows to
-    /// `on_evicted`, if given, and reads their records for that.
-    ///
-    /// Errors: with `on_evicted` also `Corruption` if a record cannot be read. Its row, and the rows that were read with
-    /// it, stay until the next round.
-    pub fn evict(
-        &self,
-        rows: u64,
-        keep: &dyn Fn(Id) -> bool,
-        on_evicted: Option<&mut EvictedRowsSink<'_>>,
-    ) -> Result<Vec<Id>> {
-        evict::evict(&self.inner, rows, keep, on_evicted)
-    }
-
-    /// Removes the rows that expire by `rule`, in slices: a call evaluates at most `max_records` records, and continues
-    /// where `cursor` stopped. It reads complete footers of about 16 × `max_records` entries. It reaches every row,
-    /// also rows that are appended or moved during the pass. Rows for which `keep` returns true stay, because they are
-    /// in RAM: the rule is evaluated there, and their records here may be stale. Passes the expired rows to `on_evicted`,
-    /// if given, and reads their records for that.
-    ///
-    /// Errors: like [`SsdTier::remove`], and `Corruption` if a row that the rule or `on_evicted` needs cannot be read;
-    /// the row stays. If an error occurs after some rows were removed, returns these rows, and the next call returns the
-    /// error.
-    pub fn expire(
-        &self,
-        cursor: &mut SsdExpiryCursor,
-        rule: &SsdExpiryRule<'_>,
-        keep: &dyn Fn(Id) -> bool,
-        max_records: usize,
-        on_evicted: Option<&mut EvictedRowsSink<'_>>,
-    ) -> Result<SsdExpiredRows> {
-        expire::expire(&self.inner, cursor, rule, keep, max_records, on_evicted)
-    }
-
-    /// Makes all earlier appends and removals durable as one state named `commit_id`, which is larger than every earlier
-    /// one; `None` selects the next even one. Keeps the previous state, and frees files that neither needs. A resume of
-    /// the state returns `metadata`, which has at most [`SsdTier::max_metadata_bytes`] bytes.
-    pub fn publish(&self, commit_id: Option<u64>, counters: StateCounters, metadata: Vec<u8>) -> Result<()> {
-        if metadata.len() > self.max_metadata_bytes() {
-            return Err(Kind::Input.error(format!(
-                "metadata has at most {} bytes and this has {}",
-                self.max_metadata_bytes(),
-                metadata.len()
-            )));
-        }
-        commit::publish(&self.inner, commit_id, counters, metadata)
     }
 
     /// Takes the metadata blob of the resumed state. Empty if there is none, and after the first call.
@@ -333,25 +238,6 @@ impl SsdTier {
         self.inner.check_writable()
     }
 
-    /// Takes a snapshot of the rows that were modified in epoch `since` or later, except those of the `stale` ids,
-    /// whose latest versions are in another tier. `early_rows` receives rows that have to be read out of order. It may
-    /// be called from any thread until [`SsdSnapshot::for_each_row`] has returned.
-    ///
-    /// Errors: `State` while another snapshot exists.
-    pub fn snapshot(
-        &self,
-        stale: &mut dyn Iterator<Item = Id>,
-        since: u32,
-        early_rows: Box<EarlyRowSink>,
-    ) -> Result<SsdSnapshot> {
-        scan::begin_snapshot(&self.inner, stale, since, early_rows)
-    }
-
-    /// Pins all rows, with all earlier appends and removals, as durable segments. Published states stay unchanged.
-    pub fn pin_segments(&self) -> Result<PinnedSegments> {
-        commit::pin_segments(&self.inner)
-    }
-
     /// Returns `Config` unless `rows` in segments of `bytes` fit a tier of this configuration.
     pub fn check_space(&self, config: &SsdConfig, rows: u64, bytes: u64) -> Result<()> {
         self.inner.context.sizing.check_space(config, rows, bytes)
@@ -389,11 +275,6 @@ impl SsdTier {
             read_only: space.has_failed(),
         }
     }
-
-    /// Stops the background work and writes the buffers, without publishing. Dropping the tier does so too.
-    pub fn close(&self) -> Result<()> {
-        commit::close(&self.inner)
-    }
 }
 
 impl Drop for SsdTier {
@@ -404,7 +285,7 @@ impl Drop for SsdTier {
             return;
         }
         // Only published rows are guaranteed to persist. To see errors, call `close`.
-        let _ = commit::close(&self.inner);
+        let _ = self.close();
     }
 }
 

@@ -278,7 +278,7 @@ fn waiting_for_space_submits_reads_that_keep_files() {
         let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
         let places = found.iter_mut().map(place);
         let mut batch = FetchBatch::default();
-        let fetch = tier.fetch_in(ids.iter().copied().zip(places).collect(), Arc::new(()), &mut batch);
+        let fetch = tier.fetch_in(ids.iter().copied().zip(places).collect(), Some(Arc::new(())), &mut batch);
         assert!(!fetch.is_done(), "most rows are in files");
         for version in 2..6 {
             append(&tier, &ids, version, &mut held).unwrap();
@@ -304,9 +304,9 @@ fn a_fetch_can_be_waited_for_whether_or_not_its_batch_is_submitted() {
         let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); 2];
         let mut places = found.iter_mut().map(place);
         let mut batch = FetchBatch::default();
-        let waited_for = tier.fetch_in(vec![(7, places.next().unwrap())], Arc::new(()), &mut batch);
+        let waited_for = tier.fetch_in(vec![(7, places.next().unwrap())], Some(Arc::new(())), &mut batch);
         assert!(waited_for.wait().unwrap().is_empty());
-        let dropped = tier.fetch_in(vec![(9, places.next().unwrap())], Arc::new(()), &mut batch);
+        let dropped = tier.fetch_in(vec![(9, places.next().unwrap())], Some(Arc::new(())), &mut batch);
         drop(batch);
         assert!(dropped.wait().unwrap().is_empty());
         assert_eq!((found[0].0.id, found[1].0.id), (7, 9));

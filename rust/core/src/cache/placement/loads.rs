@@ -55,7 +55,7 @@ impl Placement {
             // other thread reads or writes its row until the load is finished.
             .map(|&(id, slot)| (id, unsafe { RowMut::new(arena.row(slot)) }))
             .collect();
-        let fetch = ssd.fetch_in(wanted, arena, batch);
+        let fetch = ssd.fetch_in(wanted, Some(arena), batch);
         self.changes.moved.record(rows.iter().map(|&(id, _)| id));
         let loading = Arc::new(HostLoad { fetch, rows, finished: Mutex::new(None) });
         self.loads.push(Arc::clone(&loading));

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, link_or_copy};
 use crate::runtime::sync::RwLockWriteGuard;
+use crate::ssd::SsdTier;
 use crate::ssd::directory::StateCounters;
 use crate::ssd::format::state_file::{SegmentDescriptor, SegmentSet, StateFile};
 use crate::ssd::ops::compaction;
@@ -34,60 +35,105 @@ fn choose_commit_id(requested: Option<u64>, last: Option<u64>) -> Result<u64> {
     if last.is_some_and(|last| commit_id <= last) { Err(refused(commit_id.to_string())) } else { Ok(commit_id) }
 }
 
-/// Publishes all rows:
-///
-/// 1. Seal the open segments and reference the current set, which fixes the state.
-/// 2. Wait until the writers have written all of it, and sync it.
-/// 3. Sync the directory, then publish the state's file.
-/// 4. Remove the file of the state before the previous one, then release its segments.
-pub(crate) fn publish(
-    tier: &Arc<TierInner>,
-    commit_id: Option<u64>,
-    counters: StateCounters,
-    metadata: Vec<u8>,
-) -> Result<()> {
-    let _publishing = tier.publishing();
-    tier.check_writable()?;
-    let (commit_id, published, write_seq, rows) = {
-        // No state references a segment that is being emptied in addition to the copies of its rows.
-        let _compacting = pause_compaction_with_space(tier)?;
-        let mut state = tier.state();
-        let commit_id = choose_commit_id(commit_id, state.states().last_commit_id())?;
-        let (segments, write_seq, rows) = state.seal_current_set();
-        (commit_id, PublishedState::pin(commit_id, segments), write_seq, rows)
-    };
-    let durable =
-        catch_unwind(AssertUnwindSafe(|| make_durable(tier, &published, (write_seq, rows), counters, metadata)));
-    let failed = match durable {
-        Ok(Ok(())) => None,
-        Ok(Err(error)) => Some((error.clone(), error)),
-        Err(panic) => {
-            let cause = Error::panicked("publishing", &*panic);
-            Some((read_only_error(&cause), cause))
+impl SsdTier {
+    /// Makes all earlier appends and removals durable as one state named `commit_id`, which is larger than every earlier
+    /// one; `None` selects the next even one. Keeps the previous state, and frees files that neither needs. A resume of
+    /// the state returns `metadata`, which has at most [`SsdTier::max_metadata_bytes`] bytes.
+    ///
+    /// 1. Seal the open segments and reference the current set, which fixes the state.
+    /// 2. Wait until the writers have written all of it, and sync it.
+    /// 3. Sync the directory, then publish the state's file.
+    /// 4. Remove the file of the state before the previous one, then release its segments.
+    pub fn publish(&self, commit_id: Option<u64>, counters: StateCounters, metadata: Vec<u8>) -> Result<()> {
+        let (most, bytes) = (self.max_metadata_bytes(), metadata.len());
+        if bytes > most {
+            return Err(Kind::Input.error(format!("metadata has at most {most} bytes and this has {bytes}")));
         }
-    };
-    if let Some((error, cause)) = failed {
-        // The state's file may exist and persist, for example after a rename whose sync failed. So its segments stay
-        // pinned, and on disk.
-        tier.context.space.fail(cause);
-        return Err(error);
+        let tier = &self.inner;
+        let _publishing = tier.publishing();
+        tier.check_writable()?;
+        let (commit_id, published, write_seq, rows) = {
+            // No state references a segment that is being emptied in addition to the copies of its rows.
+            let _compacting = pause_compaction_with_space(tier)?;
+            let mut state = tier.state();
+            let commit_id = choose_commit_id(commit_id, state.states().last_commit_id())?;
+            let (segments, write_seq, rows) = state.seal_current_set();
+            (commit_id, PublishedState::pin(commit_id, segments), write_seq, rows)
+        };
+        let durable =
+            catch_unwind(AssertUnwindSafe(|| make_durable(tier, &published, (write_seq, rows), counters, metadata)));
+        let failed = match durable {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some((error.clone(), error)),
+            Err(panic) => {
+                let cause = Error::panicked("publishing", &*panic);
+                Some((read_only_error(&cause), cause))
+            }
+        };
+        if let Some((error, cause)) = failed {
+            // The state's file may exist and persist, for example after a rename whose sync failed. So its segments stay
+            // pinned, and on disk.
+            tier.context.space.fail(cause);
+            return Err(error);
+        }
+        tracing::debug!(
+            table = tier.identity.table,
+            commit_id,
+            rows,
+            segments = published.segments.len(),
+            "published a state of an SSD tier"
+        );
+        let mut state = tier.state();
+        state.states_mut().add(published);
+        state.reap();
+        state.prune_tombstones();
+        while state.states().len() > MAX_STATES {
+            remove_state_at(tier, &mut state, 0)?;
+        }
+        compaction::schedule_if_worthwhile(tier, &state);
+        Ok(())
     }
-    tracing::debug!(
-        table = tier.identity.table,
-        commit_id,
-        rows,
-        segments = published.segments.len(),
-        "published a state of an SSD tier"
-    );
-    let mut state = tier.state();
-    state.states_mut().add(published);
-    state.reap();
-    state.prune_tombstones();
-    while state.states().len() > MAX_STATES {
-        remove_state_at(tier, &mut state, 0)?;
+
+    /// Pins all rows, with all earlier appends and removals, as durable segments. Published states stay unchanged.
+    pub fn pin_segments(&self) -> Result<PinnedSegments> {
+        let tier = &self.inner;
+        let _publishing = tier.publishing();
+        tier.check_writable()?;
+        let mut pinned = {
+            let _compacting = pause_compaction_with_space(tier)?;
+            let mut state = tier.state();
+            let (segments, write_seq, rows) = state.seal_current_set();
+            let parts = segments.into_iter().map(SegmentPart::of).collect();
+            let set = SegmentSet { write_seq, rows, segments: Vec::new() };
+            PinnedSegments { tier: Arc::clone(tier), parts, set }
+        };
+        let segments: Vec<Arc<Segment>> = pinned.parts.iter().map(|part| Arc::clone(&part.segment)).collect();
+        pinned.set.segments = make_segments_durable(tier, &segments)?;
+        Ok(pinned)
     }
-    compaction::schedule_if_worthwhile(tier, &state);
-    Ok(())
+
+    /// Stops the background work and writes the buffers, without publishing. Dropping the tier does so too. Does nothing
+    /// in a forked child: the tier is its parent's, and threads that the child does not have may hold its locks forever.
+    pub fn close(&self) -> Result<()> {
+        let tier = &self.inner;
+        if tier.context.workers.check_process().is_err() {
+            return Ok(());
+        }
+        let _publishing = tier.publishing();
+        {
+            let mut state = tier.state();
+            if state.is_closed() {
+                return Ok(());
+            }
+            state.close();
+        }
+        drop(tier.pause_compaction());
+        tier.context.space.wait_idle();
+        tier.context.space.remove_reusable_files(None, |path| tier.context.engine.remove_file(path));
+        tier.context.space.close();
+        tier.unlock_directory();
+        tier.context.space.failed().map_or(Ok(()), |cause| Err(read_only_error(&cause)))
+    }
 }
 
 /// Waits until no segment's rows are being moved, and until compaction does not need the space in open segments, which
@@ -158,28 +204,6 @@ fn wait_for_writers<T>(tier: &TierInner, done: impl Fn() -> Option<T>) -> Result
     }
 }
 
-/// Closes a tier: writes out the buffers, and publishes nothing. Does nothing in a forked child: the tier is its
-/// parent's, and threads that the child does not have may hold its locks forever.
-pub(crate) fn close(tier: &TierInner) -> Result<()> {
-    if tier.context.workers.check_process().is_err() {
-        return Ok(());
-    }
-    let _publishing = tier.publishing();
-    {
-        let mut state = tier.state();
-        if state.is_closed() {
-            return Ok(());
-        }
-        state.close();
-    }
-    drop(tier.pause_compaction());
-    tier.context.space.wait_idle();
-    tier.context.space.remove_reusable_files(None, |path| tier.context.engine.remove_file(path));
-    tier.context.space.close();
-    tier.unlock_directory();
-    tier.context.space.failed().map_or(Ok(()), |cause| Err(read_only_error(&cause)))
-}
-
 /// Bytes of a set of files that were linked or copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkedBytes {
@@ -200,23 +224,6 @@ impl std::fmt::Debug for PinnedSegments {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("PinnedSegments").field("set", &self.set).finish_non_exhaustive()
     }
-}
-
-/// Pins all rows, with all earlier appends and removals. Published states stay unchanged.
-pub(crate) fn pin_segments(tier: &Arc<TierInner>) -> Result<PinnedSegments> {
-    let _publishing = tier.publishing();
-    tier.check_writable()?;
-    let mut pinned = {
-        let _compacting = pause_compaction_with_space(tier)?;
-        let mut state = tier.state();
-        let (segments, write_seq, rows) = state.seal_current_set();
-        let parts = segments.into_iter().map(SegmentPart::of).collect();
-        let set = SegmentSet { write_seq, rows, segments: Vec::new() };
-        PinnedSegments { tier: Arc::clone(tier), parts, set }
-    };
-    let segments: Vec<Arc<Segment>> = pinned.parts.iter().map(|part| Arc::clone(&part.segment)).collect();
-    pinned.set.segments = make_segments_durable(tier, &segments)?;
-    Ok(pinned)
 }
 
 impl PinnedSegments {

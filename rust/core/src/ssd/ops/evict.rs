@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::rows::RowHeader;
 use crate::runtime::memory;
 use crate::runtime::sync::{Ordering, lock};
+use crate::ssd::SsdTier;
 use crate::ssd::format::segment_file::SegmentContent;
 use crate::ssd::index::PREFETCH_DISTANCE;
 use crate::ssd::ops::compaction;
@@ -67,20 +68,52 @@ impl EvictedRowCopies {
     }
 }
 
-/// See [`SsdTier::evict`](crate::ssd::SsdTier::evict).
-pub(crate) fn evict(
-    tier: &Arc<TierInner>,
-    rows: u64,
-    keep: &dyn Fn(Id) -> bool,
-    on_evicted: Option<&mut EvictedRowsSink<'_>>,
-) -> Result<Vec<Id>> {
-    let mut evicted: Vec<Id> = Vec::new();
-    let mut cursor = std::mem::take(&mut *lock(&tier.eviction_cursor));
-    let outcome = evict_into(tier, rows, keep, &mut cursor, &mut evicted, on_evicted);
-    *lock(&tier.eviction_cursor) = cursor;
-    tier.counters.dropped_rows.fetch_add(evicted.len() as u64, Ordering::Relaxed);
-    // The caller must know the evicted rows. The next call, which evicts none, returns an error of writing.
-    if evicted.is_empty() { outcome.map(|()| evicted) } else { Ok(evicted) }
+impl SsdTier {
+    /// Evicts `rows` rows, or as many as possible, and returns their ids. Starts with the oldest segments; a call
+    /// continues where the previous call stopped. Rows for which `keep` returns true stay. Passes the evicted rows to
+    /// `on_evicted`, if given, and reads their records for that.
+    ///
+    /// Errors: with `on_evicted` also `Corruption` if a record cannot be read. Its row, and the rows that were read with
+    /// it, stay until the next round.
+    pub fn evict(
+        &self,
+        rows: u64,
+        keep: &dyn Fn(Id) -> bool,
+        on_evicted: Option<&mut EvictedRowsSink<'_>>,
+    ) -> Result<Vec<Id>> {
+        let tier = &self.inner;
+        let mut evicted: Vec<Id> = Vec::new();
+        let mut cursor = std::mem::take(&mut *lock(&tier.eviction_cursor));
+        let outcome = evict_into(tier, rows, keep, &mut cursor, &mut evicted, on_evicted);
+        *lock(&tier.eviction_cursor) = cursor;
+        tier.counters.dropped_rows.fetch_add(evicted.len() as u64, Ordering::Relaxed);
+        // The caller must know the evicted rows. The next call, which evicts none, returns an error of writing.
+        if evicted.is_empty() { outcome.map(|()| evicted) } else { Ok(evicted) }
+    }
+
+    /// Removes ids that are present, each once. After an error all of them are still present. If a write fails after
+    /// some were removed, all are removed, and the next call returns the error.
+    pub fn remove(&self, ids: &[Id]) -> Result<()> {
+        let tier = &self.inner;
+        let mut last = None;
+        let removed = remove_where(tier, ids, |_, _| true, |at| last = Some(at));
+        if let (Err(_), Some(last), true) = (&removed, last, tier.context.space.has_failed()) {
+            // The removed rows cannot be restored, because their records may be gone too. So the others are removed as
+            // well.
+            remove_without_tombstones(tier, &ids[last + 1..]);
+            return Ok(());
+        }
+        removed
+    }
+
+    /// Removes all rows, for example when a load replaces the contents.
+    pub fn clear(&self) -> Result<()> {
+        self.inner.check_writable()?;
+        let _publishing = self.inner.publishing();
+        let _compacting = self.inner.pause_compaction();
+        self.inner.state().clear();
+        Ok(())
+    }
 }
 
 fn evict_into(
@@ -170,19 +203,6 @@ pub(crate) fn remove_records(
     removed
 }
 
-/// See [`SsdTier::remove`](crate::ssd::SsdTier::remove).
-pub(crate) fn remove(tier: &Arc<TierInner>, ids: &[Id]) -> Result<()> {
-    let mut last = None;
-    let removed = remove_where(tier, ids, |_, _| true, |at| last = Some(at));
-    if let (Err(_), Some(last), true) = (&removed, last, tier.context.space.has_failed()) {
-        // The removed rows cannot be restored, because their records may be gone too. So the others are removed as
-        // well.
-        remove_without_tombstones(tier, &ids[last + 1..]);
-        return Ok(());
-    }
-    removed
-}
-
 /// Removes present ids without tombstones, from a read-only tier: it publishes no further state that would need them.
 pub(crate) fn remove_without_tombstones(tier: &TierInner, ids: &[Id]) {
     let mut state = tier.state();
@@ -190,15 +210,6 @@ pub(crate) fn remove_without_tombstones(tier: &TierInner, ids: &[Id]) {
         state.remove_without_tombstone(id);
     }
     state.count_dead();
-}
-
-/// Removes all rows.
-pub(crate) fn clear(tier: &TierInner) -> Result<()> {
-    tier.check_writable()?;
-    let _publishing = tier.publishing();
-    let _compacting = tier.pause_compaction();
-    tier.state().clear();
-    Ok(())
 }
 
 /// Removes those of `ids` that are present and for which `is_current` returns true, with a tombstone each. Calls

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::rows::RowHeader;
+use crate::ssd::SsdTier;
 use crate::ssd::format::footer::LastStep;
 use crate::ssd::ops::cursor::{entries_of, live_among, live_segments, oldest, read_each, records_per_read};
 use crate::ssd::ops::evict::{EvictedRowsSink, remove_records};
@@ -83,21 +84,32 @@ pub struct SsdExpiredRows {
     pub finished: bool,
 }
 
-/// See [`SsdTier::expire`](crate::ssd::SsdTier::expire).
-pub(crate) fn expire(
-    tier: &Arc<TierInner>,
-    cursor: &mut SsdExpiryCursor,
-    rule: &SsdExpiryRule<'_>,
-    keep: &dyn Fn(Id) -> bool,
-    max_records: usize,
-    on_evicted: Option<&mut EvictedRowsSink<'_>>,
-) -> Result<SsdExpiredRows> {
-    let mut rows = Vec::new();
-    match expire_into(tier, cursor, (rule, keep), max_records, &mut rows, on_evicted) {
-        Ok(finished) => Ok(SsdExpiredRows { rows, finished }),
-        // The caller must know the removed rows. The next call returns the error.
-        Err(_) if !rows.is_empty() => Ok(SsdExpiredRows { rows, finished: false }),
-        Err(error) => Err(error),
+impl SsdTier {
+    /// Removes the rows that expire by `rule`, in slices: a call evaluates at most `max_records` records, and continues
+    /// where `cursor` stopped. It reads complete footers of about 16 × `max_records` entries. It reaches every row,
+    /// also rows that are appended or moved during the pass. Rows for which `keep` returns true stay, because they are
+    /// in RAM: the rule is evaluated there, and their records here may be stale. Passes the expired rows to `on_evicted`,
+    /// if given, and reads their records for that.
+    ///
+    /// Errors: like [`SsdTier::remove`], and `Corruption` if a row that the rule or `on_evicted` needs cannot be read;
+    /// the row stays. If an error occurs after some rows were removed, returns these rows, and the next call returns the
+    /// error.
+    pub fn expire(
+        &self,
+        cursor: &mut SsdExpiryCursor,
+        rule: &SsdExpiryRule<'_>,
+        keep: &dyn Fn(Id) -> bool,
+        max_records: usize,
+        on_evicted: Option<&mut EvictedRowsSink<'_>>,
+    ) -> Result<SsdExpiredRows> {
+        let tier = &self.inner;
+        let mut rows = Vec::new();
+        match expire_into(tier, cursor, (rule, keep), max_records, &mut rows, on_evicted) {
+            Ok(finished) => Ok(SsdExpiredRows { rows, finished }),
+            // The caller must know the removed rows. The next call returns the error.
+            Err(_) if !rows.is_empty() => Ok(SsdExpiredRows { rows, finished: false }),
+            Err(error) => Err(error),
+        }
     }
 }
 

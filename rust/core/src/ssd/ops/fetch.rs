@@ -4,32 +4,45 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::rows::RowMut;
+use crate::ssd::SsdTier;
 use crate::ssd::segment::SegmentByteSource;
 use crate::ssd::store::TierInner;
 use crate::ssd::store::reads::{FetchBatch, FetchJob, FetchKeepAlive, RowFetch};
 use crate::types::Id;
 
-/// Looks `requested` up. Reads from disk when `batch` is submitted.
-pub(crate) fn fetch_in(
-    tier: &TierInner,
-    requested: Vec<(Id, RowMut)>,
-    keep_alive: Option<FetchKeepAlive>,
-    batch: &mut FetchBatch,
-) -> Arc<RowFetch> {
-    let fetch = tier.reads.begin();
-    if let Err(error) = tier.check_usable() {
-        fetch.finish(Err(error));
-        return fetch;
+impl SsdTier {
+    /// Starts reading rows into the passed memory, which must stay valid and untouched until the fetch is done.
+    pub fn fetch(&self, requested: Vec<(Id, RowMut)>) -> Arc<RowFetch> {
+        let mut batch = FetchBatch::default();
+        let fetch = self.fetch_in(requested, None, &mut batch);
+        batch.submit();
+        fetch
     }
-    let mut job = FetchJob::new(&tier.reads, &fetch, requested, keep_alive);
-    if let Err(error) = look_up(tier, &mut job) {
-        fetch.finish(Err(error));
-    } else if job.needs_no_disk() {
-        job.finish(Ok(()));
-    } else {
-        batch.add(job);
+
+    /// Like [`SsdTier::fetch`], but reads from disk only when `batch` is submitted, together with the reads of other
+    /// tiers. Callers need not wait for it: the fetch owns `keep_alive`, which contains the rows' memory, if it is set.
+    pub fn fetch_in(
+        &self,
+        requested: Vec<(Id, RowMut)>,
+        keep_alive: Option<FetchKeepAlive>,
+        batch: &mut FetchBatch,
+    ) -> Arc<RowFetch> {
+        let tier = &self.inner;
+        let fetch = tier.reads.begin();
+        if let Err(error) = tier.check_usable() {
+            fetch.finish(Err(error));
+            return fetch;
+        }
+        let mut job = FetchJob::new(&tier.reads, &fetch, requested, keep_alive);
+        if let Err(error) = look_up(tier, &mut job) {
+            fetch.finish(Err(error));
+        } else if job.needs_no_disk() {
+            job.finish(Ok(()));
+        } else {
+            batch.add(job);
+        }
+        fetch
     }
-    fetch
 }
 
 /// Looks every id of a job up. Copies rows that are in buffers, lists those that are in files.

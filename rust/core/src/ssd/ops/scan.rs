@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
 use crate::rows::{RowHeader, RowRef};
+use crate::ssd::SsdTier;
 use crate::ssd::format::record::id_of;
 use crate::ssd::format::segment_file::SegmentContent;
 use crate::ssd::ops::cursor::{live_among, read_each, read_records, record_chunks, records_per_read};
@@ -222,36 +223,42 @@ impl std::fmt::Debug for SsdSnapshot {
     }
 }
 
-/// See [`SsdTier::snapshot`](crate::ssd::SsdTier::snapshot).
-pub(crate) fn begin_snapshot(
-    tier: &Arc<TierInner>,
-    stale: &mut dyn Iterator<Item = Id>,
-    since: u32,
-    early_rows: Box<EarlyRowSink>,
-) -> Result<SsdSnapshot> {
-    tier.check_usable()?;
-    let mut state = tier.state();
-    if state.snapshot().is_some() {
-        let message = "an earlier snapshot is still being read: wait for its end";
-        return Err(Kind::State.error(message));
-    }
-    let mut parts = parts_of(&state, since);
-    parts.sort_unstable_by_key(|part| part.segment.serial);
-    let mut snapshot = SsdSnapshotState::new(parts, state.segments().slots(), since, early_rows);
-    let mut locations = [None; IDS_PER_LOOKUP];
-    loop {
-        let ids: Vec<Id> = (&mut *stale).take(IDS_PER_LOOKUP).collect();
-        if ids.is_empty() {
-            break;
+impl SsdTier {
+    /// Takes a snapshot of the rows that were modified in epoch `since` or later, except those of the `stale` ids,
+    /// whose latest versions are in another tier. `early_rows` receives rows that have to be read out of order. It may
+    /// be called from any thread until [`SsdSnapshot::for_each_row`] has returned.
+    ///
+    /// Errors: `State` while another snapshot exists.
+    pub fn snapshot(
+        &self,
+        stale: &mut dyn Iterator<Item = Id>,
+        since: u32,
+        early_rows: Box<EarlyRowSink>,
+    ) -> Result<SsdSnapshot> {
+        let tier = &self.inner;
+        tier.check_usable()?;
+        let mut state = tier.state();
+        if state.snapshot().is_some() {
+            return Err(Kind::State.error("an earlier snapshot is still being read: wait for its end"));
         }
-        let locations = &mut locations[..ids.len()];
-        locations.fill(None);
-        state.index().get_batch(&ids, locations);
-        locations.iter().flatten().for_each(|location| snapshot.exclude(*location));
+        let mut parts = parts_of(&state, since);
+        parts.sort_unstable_by_key(|part| part.segment.serial);
+        let mut snapshot = SsdSnapshotState::new(parts, state.segments().slots(), since, early_rows);
+        let mut locations = [None; IDS_PER_LOOKUP];
+        loop {
+            let ids: Vec<Id> = (&mut *stale).take(IDS_PER_LOOKUP).collect();
+            if ids.is_empty() {
+                break;
+            }
+            let locations = &mut locations[..ids.len()];
+            locations.fill(None);
+            state.index().get_batch(&ids, locations);
+            locations.iter().flatten().for_each(|location| snapshot.exclude(*location));
+        }
+        let unread = Arc::clone(snapshot.unread());
+        state.begin_snapshot(snapshot);
+        Ok(SsdSnapshot { tier: Arc::clone(tier), unread })
     }
-    let unread = Arc::clone(snapshot.unread());
-    state.begin_snapshot(snapshot);
-    Ok(SsdSnapshot { tier: Arc::clone(tier), unread })
 }
 
 impl SsdSnapshot {

@@ -8,6 +8,7 @@ use crate::config::{ReopenMode, SsdConfig};
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, LOCK_FILE, open_files};
 use crate::rows::RowLayout;
+use crate::ssd::SsdTier;
 use crate::ssd::directory::{DIR_MODE, ShardIdentity, StateCounters, lock_tier_dir};
 use crate::ssd::format::segment_file::{
     SegmentSchema, commit_ids, is_temporary, segment_serial, state_commit_id, state_path,
@@ -270,31 +271,38 @@ fn read_previous_state(
     }
 }
 
-/// See [`SsdTier::published_commit_ids`](crate::ssd::SsdTier::published_commit_ids).
-pub(crate) fn published_commit_ids(dir: &Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
-    if !engine.exists(dir)? {
-        return Ok(Vec::new());
+impl SsdTier {
+    /// Returns the commit ids of the states in a directory, oldest first, by their file names. A resume verifies a
+    /// state.
+    pub fn published_commit_ids(dir: &Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
+        if !engine.exists(dir)? {
+            return Ok(Vec::new());
+        }
+        Ok(commit_ids(&engine.list(dir)?))
     }
-    Ok(commit_ids(&engine.list(dir)?))
-}
 
-/// See [`SsdTier::remove_shard`](crate::ssd::SsdTier::remove_shard).
-pub(crate) fn remove_shard(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
-    engine.check_private(dir, DIR_MODE)?;
-    // This precedes the lock, which would create a file in a directory that is not a tier's.
-    check_tier_directory(dir, &engine.list(dir)?)?;
-    let dir_lock = lock_tier_dir(engine, dir)?;
-    // Checks again under the lock, which only programs that ignore it can bypass to add files.
-    let listing = engine.list(dir)?;
-    check_tier_directory(dir, &listing)?;
-    // States are removed first, so that no state is ever without its segments.
-    for path in listing.iter().filter(|path| state_commit_id(path).is_some() || is_temporary(path)) {
-        engine.remove_file(path)?;
+    /// Removes the directory of an unused table shard and its contents.
+    ///
+    /// Errors: `State` for a directory that contains anything but a tier's own files, `InUse` (names the pid) if a
+    /// table has it open, `Path`, `Permission` and `Storage`. After an error nothing was removed, unless the file
+    /// system failed half-way.
+    pub fn remove_shard(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
+        engine.check_private(dir, DIR_MODE)?;
+        // This precedes the lock, which would create a file in a directory that is not a tier's.
+        check_tier_directory(dir, &engine.list(dir)?)?;
+        let dir_lock = lock_tier_dir(engine, dir)?;
+        // Checks again under the lock, which only programs that ignore it can bypass to add files.
+        let listing = engine.list(dir)?;
+        check_tier_directory(dir, &listing)?;
+        // States are removed first, so that no state is ever without its segments.
+        for path in listing.iter().filter(|path| state_commit_id(path).is_some() || is_temporary(path)) {
+            engine.remove_file(path)?;
+        }
+        engine.sync_dir(dir)?;
+        engine.remove_dir_all(dir)?;
+        drop(dir_lock);
+        engine.sync_dir(dir.parent().unwrap_or(Path::new("/")))
     }
-    engine.sync_dir(dir)?;
-    engine.remove_dir_all(dir)?;
-    drop(dir_lock);
-    engine.sync_dir(dir.parent().unwrap_or(Path::new("/")))
 }
 
 /// Returns `State` unless `listing` is that of a tier's directory: its lock file, and otherwise only states and
