@@ -42,7 +42,7 @@ pub use snapshot::{ExportStream, TableSnapshot};
 pub use table::Table;
 
 #[cfg(test)]
-mod resident;
+mod tests;
 
 #[cfg(all(test, loom))]
 mod models;

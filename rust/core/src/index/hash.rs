@@ -30,11 +30,6 @@ impl IdHash {
         self.0
     }
 
-    #[cfg(test)]
-    pub(crate) fn multiplier(self) -> u64 {
-        self.0
-    }
-
     /// A hash by one multiplication, which is faster and weaker. Its upper bits are the well mixed ones. It is for
     /// tables that can change to another hash if ids collide.
     #[inline(always)] // it is called in loops that are compiled for several instruction sets

@@ -581,18 +581,6 @@ fn put_past(
     true
 }
 
-/// The results of all implementations of a lookup in a line: true if it has the id, and its number of entries.
-#[cfg(test)]
-fn looks_of(line: &IndexLine, id: Id) -> Vec<(bool, usize)> {
-    let mut looks = vec![line.look(id)];
-    #[cfg(target_arch = "x86_64")]
-    if InstructionSet::best() == InstructionSet::Avx512 {
-        // SAFETY: the CPU has AVX-512 F.
-        looks.push(unsafe { line.look_at_once(id) });
-    }
-    looks.into_iter().map(|LineLookup { has, len }| (has, len)).collect()
-}
-
 /// Writes the slot of `ids[i]` to `slots[i]`, or `NO_SLOT` if the lines do not have the id. There must be at least one
 /// line. Lines are prefetched. They may come from a file: for any contents, this terminates if a line states that no id
 /// has passed it.

@@ -59,13 +59,6 @@ impl<R: BatchReader> DiskEngine<R> {
         Self { reader, files: FileSettings::new(direct), direct_refused: AtomicBool::new(false) }
     }
 
-    /// Limits a system call to `bytes`, so that tests cover continued reads and writes.
-    #[cfg(test)]
-    fn with_call_bytes(mut self, bytes: usize) -> Self {
-        self.files.call_bytes = bytes;
-        self
-    }
-
     fn check_process(&self) -> Result<()> {
         check_process(self.files.process)
     }

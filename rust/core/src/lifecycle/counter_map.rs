@@ -63,12 +63,6 @@ impl CounterMap {
         Self { table, lines: 0, len: 0, removed: 0 }
     }
 
-    /// Number of ids.
-    #[cfg(test)]
-    pub(super) fn len(&self) -> u32 {
-        self.len
-    }
-
     /// The line at which a search for the id with this hash starts. `None` if the table is empty.
     #[inline]
     pub(super) fn home(&self, hash: u64) -> Option<u32> {
@@ -348,11 +342,6 @@ impl CounterPool {
     /// Bytes of the pages in use.
     pub(super) fn bytes(&self) -> u64 {
         (self.taken as usize - self.free.len()) as u64 * (PAGE * size_of::<CounterLine>()) as u64
-    }
-
-    #[cfg(test)]
-    fn pages_ever_taken(&self) -> u32 {
-        self.taken
     }
 
     /// Allocates memory for `pages` more pages.

@@ -183,13 +183,6 @@ impl RowArena {
         }
     }
 
-    /// Bytes of memory in use by the rows: the resident bytes of the mapping, and overflow chunks in full.
-    #[cfg(test)]
-    pub(crate) fn resident_bytes(&self) -> usize {
-        let chunks = self.chunks.iter().enumerate().filter(|(_, chunk)| !chunk.load(Ordering::Relaxed).is_null());
-        self.mapping.resident_bytes() + chunks.map(|(number, _)| self.chunk_bytes(number)).sum::<usize>()
-    }
-
     fn chunk_bytes(&self, chunk: usize) -> usize {
         let rows = FIRST_CHUNK_ROWS << chunk;
         part_bytes(self.stride, rows) + part_bytes(size_of::<RowHeader>(), rows)

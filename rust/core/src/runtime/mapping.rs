@@ -100,16 +100,6 @@ impl AnonymousMapping {
         unsafe { libc::madvise(self.start.with_addr(from).cast(), bytes, libc::MADV_NOHUGEPAGE) };
     }
 
-    /// Number of resident bytes of the mapping.
-    #[cfg(test)]
-    pub(crate) fn resident_bytes(&self) -> usize {
-        let mut pages = vec![0_u8; self.bytes / page_bytes()];
-        // SAFETY: the range is this mapping, and `pages` has a byte for each of its pages.
-        let asked = unsafe { libc::mincore(self.start.cast(), self.bytes, pages.as_mut_ptr().cast()) };
-        assert_eq!(asked, 0, "{}", std::io::Error::last_os_error());
-        pages.iter().filter(|page| **page & 1 == 1).count() * page_bytes()
-    }
-
     /// Address of the first byte, which is at the start of a page.
     pub(crate) fn start(&self) -> *mut u8 {
         self.start

@@ -196,12 +196,6 @@ impl Placement {
         stats.tier.time_ns = self.traffic.ssd_time_ns;
         stats
     }
-
-    /// Resident bytes of the rows in RAM, as reported by the operating system.
-    #[cfg(test)]
-    pub(crate) fn resident_bytes(&self) -> u64 {
-        self.host.arena().resident_bytes() as u64
-    }
 }
 
 /// Bytes of the host budget per row.

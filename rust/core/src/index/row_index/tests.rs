@@ -4,6 +4,17 @@ use proptest::prelude::*;
 
 use super::*;
 
+/// The results of all implementations of a lookup in a line: true if it has the id, and its number of entries.
+fn looks_of(line: &IndexLine, id: Id) -> Vec<(bool, usize)> {
+    let mut looks = vec![line.look(id)];
+    #[cfg(target_arch = "x86_64")]
+    if InstructionSet::best() == InstructionSet::Avx512 {
+        // SAFETY: the CPU has AVX-512 F.
+        looks.push(unsafe { line.look_at_once(id) });
+    }
+    looks.into_iter().map(|LineLookup { has, len }| (has, len)).collect()
+}
+
 /// Checks that every id is in its home line, or behind full lines, each of which counts it.
 fn check_structure(index: &SlotIndex) {
     let lines = index.lines();

@@ -1,6 +1,14 @@
 use super::*;
 use crate::io::{ALIGNMENT, AlignedBuf, PsyncEngine};
 
+impl<R: BatchReader> DiskEngine<R> {
+    /// Limits a system call to `bytes`, so that tests cover continued reads and writes.
+    fn with_call_bytes(mut self, bytes: usize) -> Self {
+        self.files.call_bytes = bytes;
+        self
+    }
+}
+
 fn pattern(len: usize) -> AlignedBuf {
     let mut data = AlignedBuf::zeroed(len);
     data.iter_mut().enumerate().for_each(|(i, byte)| *byte = (i * 31 % 251) as u8);

@@ -1,5 +1,7 @@
 use super::*;
 
+#[cfg(loom)]
+mod loom;
 #[cfg(not(loom))]
 mod worker_set;
 

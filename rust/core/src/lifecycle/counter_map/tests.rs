@@ -3,7 +3,18 @@ use std::collections::HashMap;
 use super::*;
 use crate::types::hash_id;
 
+impl CounterPool {
+    fn pages_ever_taken(&self) -> u32 {
+        self.taken
+    }
+}
+
 impl CounterMap {
+    /// Number of ids.
+    pub(super) fn len(&self) -> u32 {
+        self.len
+    }
+
     /// Inserts or replaces the entry of an id.
     fn put(&mut self, pool: &mut CounterPool, id: Id, entry: CounterEntry, hash: impl Fn(Id) -> u64) {
         match self.find(pool, id, hash(id)) {

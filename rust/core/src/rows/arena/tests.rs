@@ -1,6 +1,14 @@
 use super::*;
 use crate::rows::RowLayout;
 
+impl RowArena {
+    /// Bytes of memory in use by the rows: the resident bytes of the mapping, and overflow chunks in full.
+    pub(crate) fn resident_bytes(&self) -> usize {
+        let chunks = self.chunks.iter().enumerate().filter(|(_, chunk)| !chunk.load(Ordering::Relaxed).is_null());
+        self.mapping.resident_bytes() + chunks.map(|(number, _)| self.chunk_bytes(number)).sum::<usize>()
+    }
+}
+
 fn layout(dim: usize) -> RowLayout {
     RowLayout { dim, vector_slots: 1, scalar_slot: true }
 }

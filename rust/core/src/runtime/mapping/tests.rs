@@ -1,5 +1,16 @@
 use super::*;
 
+impl AnonymousMapping {
+    /// Number of resident bytes of the mapping.
+    pub(crate) fn resident_bytes(&self) -> usize {
+        let mut pages = vec![0_u8; self.bytes / page_bytes()];
+        // SAFETY: the range is this mapping, and `pages` has a byte for each of its pages.
+        let asked = unsafe { libc::mincore(self.start.cast(), self.bytes, pages.as_mut_ptr().cast()) };
+        assert_eq!(asked, 0, "{}", std::io::Error::last_os_error());
+        pages.iter().filter(|page| **page & 1 == 1).count() * page_bytes()
+    }
+}
+
 #[test]
 fn zeros_cost_memory_once_they_are_written() {
     let resident = |zeros: &ZeroedSlice<u64>| zeros.mapping.as_ref().map_or(0, AnonymousMapping::resident_bytes);

@@ -53,11 +53,6 @@ pub(crate) struct RecordMaxima {
 }
 
 impl RecordMaxima {
-    /// Upper bounds of any record.
-    #[cfg(test)]
-    pub(crate) const ANY: Self =
-        Self { write_seq: u64::MAX, last_step: u64::MAX, modified_epoch: u32::MAX, count: u32::MAX, has_scores: true };
-
     /// Maxima of these rows, except `write_seq`, which a row does not have.
     pub(crate) fn of_rows<'a>(rows: impl Iterator<Item = &'a RowHeader>) -> Self {
         rows.fold(Self::default(), |highest, row| Self {

@@ -7,6 +7,12 @@ const LAYOUT: RowLayout = RowLayout { dim: 3, vector_slots: 1, scalar_slot: true
 const BINDING: RecordBinding = RecordBinding { first: 0x1234_5678, step: MASK_STEP };
 const NUMBER: u32 = 5;
 
+impl RecordMaxima {
+    /// Upper bounds of any record.
+    pub(crate) const ANY: Self =
+        Self { write_seq: u64::MAX, last_step: u64::MAX, modified_epoch: u32::MAX, count: u32::MAX, has_scores: true };
+}
+
 fn header() -> RowHeader {
     let scalar = f32::from_bits(0x7fc0_0001);
     RowHeader { id: -7, last_step: 9, count: 3, score: 2.5, scalar, modified_epoch: 4 }

@@ -51,7 +51,7 @@ fn import(table: &Table, ids: std::ops::Range<Id>) {
 
 /// Resident bytes of rows in RAM and of the SSD index.
 fn held_bytes(table: &Table) -> u64 {
-    let arena = table.inner.lock().unwrap().placement.resident_bytes();
+    let arena = table.inner.lock().unwrap().placement.host.arena().resident_bytes() as u64;
     arena + table.stats().unwrap().ssd.unwrap().index_bytes
 }
 
@@ -91,7 +91,7 @@ fn few_rows_in_a_large_shared_budget_use_little_memory() {
     let shared_budget = Some(Arc::clone(&budget));
     let config = TableConfig { host_bytes: 1 << 20, shared_budget, ssd: None, ..config(64) };
     let table = Table::open(config, None, Arc::new(MemoryEngine::default())).unwrap();
-    let resident = || table.inner.lock().unwrap().placement.resident_bytes();
+    let resident = || table.inner.lock().unwrap().placement.host.arena().resident_bytes() as u64;
     import(&table, 0..100);
     assert!(resident() < 128 << 10, "{} bytes for 100 rows", resident());
     let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).unwrap();
