@@ -5,6 +5,17 @@
 //! in its host and SSD tiers, and decides where each row is placed. A [`cache::Lookup`] plans a batch over several
 //! tables.
 
+/// Implements `Debug` for a type by some fields, because others have no `Debug` or are too long.
+macro_rules! opaque_debug {
+    ($name:ident $(<$life:lifetime>)?, $this:ident $(, $field:ident = $value:expr)*) => {
+        impl std::fmt::Debug for $name $(<$life>)? {
+            fn fmt(&$this, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.debug_struct(stringify!($name))$(.field(stringify!($field), &$value))*.finish_non_exhaustive()
+            }
+        }
+    };
+}
+
 pub mod cache;
 pub mod checkpoint;
 pub mod config;

@@ -214,11 +214,7 @@ pub struct GroupGatherer<'a> {
     vectors: Vec<f32>,
 }
 
-impl std::fmt::Debug for GroupGatherer<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("GroupGatherer").field("rows", &self.headers.len()).finish_non_exhaustive()
-    }
-}
+opaque_debug!(GroupGatherer<'_>, self, rows = self.headers.len());
 
 impl<'a> GroupGatherer<'a> {
     /// Passes groups to `sink`.

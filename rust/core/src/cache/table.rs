@@ -23,8 +23,7 @@ use crate::rows::{RowHeader, RowInitializer, ScoreDecay};
 use crate::runtime::memory;
 use crate::sizing::MissRatioCurve;
 use crate::ssd::{LinkedSegments, PinnedSegments, ShardIdentity, SsdTier, StateCounters};
-use crate::tiers::{DeviceRowReader, DeviceTier};
-use crate::tiers::{HostBudget, HostTier};
+use crate::tiers::{DeviceRowReader, DeviceTier, HostBudget, HostTier};
 use crate::types::Id;
 
 /// Number of rows read under one hold of the table's lock.
@@ -44,11 +43,7 @@ pub struct Table {
     pub(crate) inner: Arc<TableInner>,
 }
 
-impl std::fmt::Debug for Table {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Table").field("name", &self.inner.config.name).finish_non_exhaustive()
-    }
-}
+opaque_debug!(Table, self, name = self.inner.config.name);
 
 impl Table {
     /// Checks the configuration and opens the tiers. Pass `device_rows` exactly when the configuration has a device

@@ -9,8 +9,7 @@ use std::hint::select_unpredictable;
 use super::hash::IdHash;
 use crate::error::Result;
 use crate::runtime::mapping::AnonymousMapping;
-use crate::runtime::simd::InstructionSet;
-use crate::runtime::simd::prefetch;
+use crate::runtime::simd::{InstructionSet, prefetch};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{_mm512_cmpeq_epi64_mask, _mm512_load_si512, _mm512_set1_epi64, _mm512_test_epi32_mask};

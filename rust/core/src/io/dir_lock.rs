@@ -3,7 +3,6 @@
 
 use std::any::Any;
 use std::cell::UnsafeCell;
-use std::fmt;
 use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};
 use std::os::fd::{AsRawFd as _, IntoRawFd as _};
@@ -43,11 +42,7 @@ pub struct DirLock {
     _guard: Box<dyn Any + Send + Sync>,
 }
 
-impl fmt::Debug for DirLock {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DirLock").field("dir", &self.dir).finish_non_exhaustive()
-    }
-}
+opaque_debug!(DirLock, self, dir = self.dir);
 
 /// A lock by `flock` on a file or directory. Dropping it unlocks explicitly, because closing the file releases the lock
 /// only if no other process has a copy of the descriptor.

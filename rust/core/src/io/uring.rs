@@ -77,11 +77,7 @@ enum InFlightMemory {
     Large(AlignedBuf),
 }
 
-impl std::fmt::Debug for UringRing {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("UringRing").finish_non_exhaustive()
-    }
-}
+opaque_debug!(UringRing, self);
 
 impl UringRing {
     fn new() -> io::Result<Self> {

@@ -14,8 +14,7 @@ use super::row_store::{RowStore, TensorRows};
 use super::thread_pool::{DisjointPtr, parallel_ranges};
 use crate::config::OptimizerKind;
 use crate::rows::RowLayout;
-use crate::runtime::simd::prefetch_range;
-use crate::runtime::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes};
+use crate::runtime::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes, prefetch_range};
 use crate::runtime::sync::lock;
 use crate::types::{CacheSlot, NO_SLOT};
 

@@ -7,8 +7,7 @@ use std::ops::Range;
 use super::optimizer::prefetched_bytes;
 use super::row_store::RowStore;
 use super::thread_pool::{DisjointPtr, parallel_ranges};
-use crate::runtime::simd::prefetch_range;
-use crate::runtime::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes};
+use crate::runtime::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes, prefetch_range};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// A row is prefetched this many occurrences before its use.

@@ -28,8 +28,7 @@
 
 use super::row_store::RowStore;
 use crate::config::OptimizerKind;
-use crate::runtime::simd::{FloatLanes, by_lanes};
-use crate::runtime::simd::{prefetch_address, prefetch_range};
+use crate::runtime::simd::{FloatLanes, by_lanes, prefetch_address, prefetch_range};
 use crate::types::CacheSlot;
 
 /// The hyperparameters of an update. An optimizer ignores those that it does not use.

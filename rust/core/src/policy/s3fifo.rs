@@ -11,8 +11,7 @@ use std::collections::TryReserveError;
 use super::linked_list::{PerSlot, SlotLinks, SlotList};
 use super::{AHEAD, PolicyVictim, RECHECKED, ReplacementPolicy};
 use crate::runtime::simd::prefetch;
-use crate::types::hash_id;
-use crate::types::{CacheSlot, Id};
+use crate::types::{CacheSlot, Id, hash_id};
 
 /// The queues of the module's description. Slots that were in use at the end of their queue are parked, and return to
 /// the end of their queue once they are free.

@@ -1,6 +1,6 @@
 //! A server's tables: the current version, and its replacement by newer ones.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::{Duration, SystemTime};
 
@@ -15,7 +15,6 @@ use crate::checkpoint::{CheckpointDirectory, CheckpointName, LatestCheckpoint, W
 use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::runtime::sync::lock;
-use std::sync::atomic::AtomicU64;
 
 /// Options of a table server.
 #[derive(Clone, Debug, Default)]
@@ -312,7 +311,7 @@ impl TableServer {
             .map_or_else(|error| Some(error.to_string()), |()| lock(&self.state).last_error.clone());
         let sum = |of: &dyn Fn(&ServedTable) -> u64| version.tables.iter().map(|table| of(table)).sum();
         let (polls, counts) = (&self.polls, &self.opening.counts);
-        let get = |count: &std::sync::atomic::AtomicU64| count.load(Ordering::Relaxed);
+        let get = |count: &AtomicU64| count.load(Ordering::Relaxed);
         ServingStats {
             version: version.name,
             staleness_seconds: staleness(&version).as_secs_f64(),

@@ -58,11 +58,7 @@ struct SsdTaskQueue {
     closed: bool,
 }
 
-impl std::fmt::Debug for SsdTaskInbox {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SsdTaskInbox").field("waiting", &lock(&self.queue).waiting.len()).finish_non_exhaustive()
-    }
-}
+opaque_debug!(SsdTaskInbox, self, waiting = lock(&self.queue).waiting.len());
 
 impl SsdTaskInbox {
     fn send(&self, task: Box<dyn SsdTask>) {

@@ -10,8 +10,7 @@ use crate::rows::{RowHeader, RowLayout};
 use crate::runtime::memory;
 use crate::runtime::sync::{Mutex, lock};
 use crate::slots::SlotMap;
-use crate::tiers::DeviceTier;
-use crate::tiers::{HostTier, ReadAccess};
+use crate::tiers::{DeviceTier, HostTier, ReadAccess};
 use crate::types::{CacheSlot, Id};
 
 /// Distance, in rows, at which a copy of rows prefetches into the CPU cache.

@@ -6,8 +6,7 @@ use crate::cache::row_blocks::RowChunk;
 use crate::error::Result;
 use crate::rows::RowRef;
 use crate::slots::RowState;
-use crate::tiers::DeviceTier;
-use crate::tiers::{NoKernelWrites, ReadAccess, WriteAccess};
+use crate::tiers::{DeviceTier, NoKernelWrites, ReadAccess, WriteAccess};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Maximum number of rows per append to the SSD tier. Bounds the free space that the tier must find in one call.

@@ -6,8 +6,7 @@ use crate::error::{Error, Kind, Result};
 use crate::rows::RowHeader;
 use crate::runtime::memory;
 use crate::slots::RowState;
-use crate::tiers::DeviceTier;
-use crate::tiers::{HostTier, NoKernelWrites};
+use crate::tiers::{DeviceTier, HostTier, NoKernelWrites};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Location of a row that no plan uses.

@@ -46,8 +46,7 @@ use crate::rows::{RowArena, RowHeader, RowLayout};
 use crate::slots::{RowState, SlotMap};
 use crate::ssd::SsdTier;
 use crate::stats::{AdmissionStats, SsdStats, TierStats};
-use crate::tiers::DeviceTier;
-use crate::tiers::HostTier;
+use crate::tiers::{DeviceTier, HostTier};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// Distance, in slots, at which a pass over the slots prefetches slot state into the CPU cache.

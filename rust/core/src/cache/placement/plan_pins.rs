@@ -170,26 +170,6 @@ impl PlanPins {
         bits
     }
 
-    /// The positions of the ids that are not admitted in this batch, once decided.
-    pub(crate) fn not_admitted_positions(&self) -> &[u32] {
-        &self.not_admitted_positions
-    }
-
-    /// The pinned host slot of each id, `NO_SLOT` if there is none: `[U]`.
-    pub(crate) fn host(&self) -> &[CacheSlot] {
-        &self.host
-    }
-
-    /// The pinned device slot of each id, `NO_SLOT` if there is none: `[U]`.
-    pub(crate) fn device(&self) -> &[CacheSlot] {
-        &self.device
-    }
-
-    /// The distinct ids of the plan: `[U]`.
-    pub(crate) fn ids(&self) -> &[Id] {
-        &self.ids
-    }
-
     /// Number of rows inserted if the plan is trained.
     pub(crate) fn pledged(&self) -> u64 {
         self.pledged + self.deferred.len() as u64
@@ -214,11 +194,6 @@ impl PlanPins {
         left_out
     }
 
-    /// Returns true if the rows of the plan fitted the table when it started, so that no other row must be evicted.
-    pub(crate) fn has_space(&self) -> bool {
-        self.has_space
-    }
-
     /// True if every id has a slot or a read in progress, or is deferred.
     pub(crate) fn is_complete(&self) -> bool {
         self.unplaced.is_empty()
@@ -232,16 +207,6 @@ impl PlanPins {
     /// The ids of reads in progress that the plan has not waited for.
     pub(crate) fn reading(&self) -> Vec<Id> {
         self.loads.iter().flat_map(|load| load.ids()).collect()
-    }
-
-    /// Takes the reads that the plan waits for, to wait for them without the table's lock.
-    pub(crate) fn take_loads(&mut self) -> Vec<Arc<HostLoad>> {
-        std::mem::take(&mut self.loads)
-    }
-
-    /// True if reads remain to wait for.
-    pub(crate) fn has_loads(&self) -> bool {
-        !self.loads.is_empty()
     }
 
     /// Takes all pins, to release them.

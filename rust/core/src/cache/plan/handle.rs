@@ -21,11 +21,7 @@ pub struct Plan {
     access: PlanLock<PlanState>,
 }
 
-impl std::fmt::Debug for Plan {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Plan").field("shape", &self.shape).field("mode", &self.mode).finish_non_exhaustive()
-    }
-}
+opaque_debug!(Plan, self, shape = self.shape, mode = self.mode);
 
 impl Plan {
     /// `mode.threads` is the number of threads per table.
@@ -180,7 +176,7 @@ impl Plan {
 
     /// Returns true if the reads started for this plan have finished. Errors: as [`Plan::reading`].
     pub fn is_ready(&self) -> Result<bool> {
-        Ok(self.peek()?.tables.iter().all(|table| table.pins().is_read()))
+        Ok(self.peek()?.tables.iter().all(|table| table.pins.is_read()))
     }
 
     /// Returns, for each table, the ids whose rows are being read from SSD for this plan, without those that
@@ -188,12 +184,12 @@ impl Plan {
     ///
     /// Errors: `State` from code that reads rows from the device, perhaps for this plan; and in a forked child.
     pub fn reading(&self) -> Result<Vec<Vec<Id>>> {
-        Ok(self.peek()?.tables.iter().map(|table| table.pins().reading()).collect())
+        Ok(self.peek()?.tables.iter().map(|table| table.pins.reading()).collect())
     }
 
     /// Returns true if a prefetch plan has loaded all rows. Errors: as [`Plan::reading`].
     pub fn is_prefetched(&self) -> Result<bool> {
-        Ok(self.peek()?.tables.iter().all(|table| table.pins().is_complete()))
+        Ok(self.peek()?.tables.iter().all(|table| table.pins.is_complete()))
     }
 
     /// Returns true if every row is in its slot. Errors: as [`Plan::reading`].
@@ -221,7 +217,7 @@ impl Plan {
     pub fn max_arriving_rows(&self) -> Result<Vec<usize>> {
         let plan_guard = self.lock_plan()?;
         let state = plan_guard.state();
-        state.tables.iter().map(|table| Ok(table.table.lock_any()?.placement.max_arriving_rows(table.pins()))).collect()
+        state.tables.iter().map(|table| Ok(table.table.lock_any()?.placement.max_arriving_rows(&table.pins))).collect()
     }
 
     /// Returns the rows to scatter into a table's device tensors. They are returned once. `buffer` is the one that was

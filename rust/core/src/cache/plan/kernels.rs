@@ -437,7 +437,7 @@ impl PlanState {
     /// Errors: `State` if ids of a table with an OOV row were not admitted and [`Plan::train_oov_row`] was not called.
     pub(super) fn check_oov_step(&self) -> Result<()> {
         let missing = |plan: &&TablePlan| {
-            plan.has_oov_row() && plan.oov_step.is_none() && !plan.pins().not_admitted_positions().is_empty()
+            plan.has_oov_row() && plan.oov_step.is_none() && !plan.pins.not_admitted_positions.is_empty()
         };
         match self.tables.iter().find(missing) {
             None => Ok(()),
@@ -461,7 +461,7 @@ impl TablePlan {
     }
 
     fn add_oov_gradient(&self, gradient: &GradientView<'_>, threads: usize, sums: &mut Vec<i64>) {
-        let not_admitted = self.pins().not_admitted_positions();
+        let not_admitted = &self.pins.not_admitted_positions;
         // SAFETY: the index is of this table's occurrences in the batch, and the gradient has `D` floats for each of
         // them.
         sums.extend(unsafe { add_up_exactly(&self.index, not_admitted, gradient, self.table.layout.dim, threads) });

@@ -56,11 +56,7 @@ pub(super) struct PlanState {
     pub(super) pooled: Option<PooledArgs>,
 }
 
-impl std::fmt::Debug for PlanState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PlanState").field("stage", &self.stage).finish_non_exhaustive()
-    }
-}
+opaque_debug!(PlanState, self, stage = self.stage);
 
 impl PlanState {
     /// Commits a step whose rows were updated outside of the Rust core. The rows of all tables are updated already: if
@@ -76,7 +72,7 @@ impl PlanState {
     ///
     /// Errors: `Capacity`; those of the SSD tier. The plan is released then.
     pub(super) fn check_space(&mut self) -> Result<()> {
-        let mut doubtful = self.tables.iter().filter(|table| !table.pins.has_space());
+        let mut doubtful = self.tables.iter().filter(|table| !table.pins.has_space);
         if !self.has_space
             && let Err(error) = doubtful.try_for_each(|table| table.table.lock()?.check_space(&table.pins))
         {
@@ -120,7 +116,7 @@ pub(super) struct OovStep {
 pub(super) struct TablePlan {
     pub(super) table: Arc<TableInner>,
     /// The pins of the plan on the table.
-    pins: PlanPins,
+    pub(super) pins: PlanPins,
     /// The occurrences of each distinct id. Built only if a backward will need it; its slots are filled when the rows
     /// are placed.
     pub(super) index: TransposedIndex,
@@ -169,16 +165,12 @@ impl TablePlan {
         }
     }
 
-    pub(super) fn pins(&self) -> &PlanPins {
-        &self.pins
-    }
-
     /// Stage 1: pins rows in RAM, and adds reads of rows on SSD to `batch`. On an error the pins taken before it are
     /// kept until the release.
     pub(super) fn start(&mut self, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         self.table.lock()?.begin_plan(&mut self.pins, mode, batch)?;
         if self.table.sizing.is_on() {
-            self.table.sizing.record(self.pins.ids(), &self.pins.without_row(mode.train), self.pins.pledged());
+            self.table.sizing.record(&self.pins.ids, &self.pins.without_row(mode.train), self.pins.pledged());
         }
         Ok(())
     }
@@ -224,7 +216,7 @@ impl TablePlan {
         let slots_of = |slots: &[CacheSlot]| self.inverse.iter().map(|&id| slots[id as usize]).collect();
         // Ids that are not admitted read the absent row or their initial value. They are not updated in either case.
         let all_slots = (absent == AbsentRead::Initial).then(|| slots_of(&self.index.slots));
-        for &position in self.pins.not_admitted_positions() {
+        for &position in &self.pins.not_admitted_positions {
             self.index.slots[position as usize] = NO_SLOT;
         }
         self.occurrence_slots = all_slots.unwrap_or_else(|| slots_of(&self.index.slots));
@@ -265,7 +257,7 @@ impl TablePlan {
         self.fetched = fetched;
         self.overflow_rows = locked.placement.overflow_of(&self.pins);
         self.index.slots.clear();
-        self.index.slots.extend_from_slice(self.pins.device());
+        self.index.slots.extend_from_slice(&self.pins.device);
         if !mode.train && !mode.reads_initial(&self.table.config) {
             locked.placement.leave_out_provisional(&self.pins, &mut self.index.slots);
         }
@@ -284,7 +276,7 @@ impl TablePlan {
             self.overflow_rows = locked.placement.overflow_of(&self.pins);
             locked.placement.count_overflow(self.overflow_rows);
         }
-        if self.pins.has_loads() {
+        if !self.pins.loads.is_empty() {
             self.wait_for_loads()?;
             if mode.train {
                 self.table.lock()?.check_pledge(&mut self.pins)?;
@@ -296,7 +288,7 @@ impl TablePlan {
             self.activate(mode)?;
         }
         self.index.slots.clear();
-        self.index.slots.extend_from_slice(self.pins.host());
+        self.index.slots.extend_from_slice(&self.pins.host);
         if !mode.train && !mode.reads_initial(&self.table.config) {
             self.table.lock()?.placement.leave_out_provisional(&self.pins, &mut self.index.slots);
         }
@@ -318,7 +310,7 @@ impl TablePlan {
                 // While this thread waited for reads, another batch may have counted waiting ids or inserted their
                 // rows.
                 locked.admit_rest(&mut self.pins, mode)?;
-                if !self.pins.has_loads() {
+                if self.pins.loads.is_empty() {
                     locked.activate_plan(&self.pins)?;
                     locked.check_pledge(&mut self.pins)?;
                     locked.decide_admission_in_host(&mut self.pins)?;
@@ -333,7 +325,7 @@ impl TablePlan {
     fn wait_for_loads(&mut self) -> Result<()> {
         let mut counted_until = Instant::now();
         let mut first_error = None;
-        for load in self.pins.take_loads() {
+        for load in std::mem::take(&mut self.pins.loads) {
             load.wait();
             let mut locked = self.table.lock_any()?;
             // A load that only other plans need may fail without affecting this plan's rows.
@@ -466,11 +458,7 @@ pub(super) struct LookupShape {
     pub(super) total_columns: usize,
 }
 
-impl std::fmt::Debug for LookupShape {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LookupShape").field("feature_tables", &self.feature_tables).finish_non_exhaustive()
-    }
-}
+opaque_debug!(LookupShape, self, feature_tables = self.feature_tables);
 
 impl LookupShape {
     /// Errors: `Input` unless every table is passed once and has features, which are adjacent and in the order of the

@@ -56,11 +56,7 @@ pub struct TableSnapshot {
     oov_row: Option<OovRow>,
 }
 
-impl std::fmt::Debug for TableSnapshot {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TableSnapshot").field("table", &self.table.config.name).finish_non_exhaustive()
-    }
-}
+opaque_debug!(TableSnapshot, self, table = self.table.config.name);
 
 impl TableSnapshot {
     /// Takes a snapshot of the current rows, or of those modified since `base`, if it is set.

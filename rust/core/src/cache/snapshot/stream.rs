@@ -44,11 +44,7 @@ impl ExportStream {
     }
 }
 
-impl std::fmt::Debug for ExportStream {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ExportStream").field("table", &self.table.config.name).finish_non_exhaustive()
-    }
-}
+opaque_debug!(ExportStream, self, table = self.table.config.name);
 
 impl Iterator for ExportStream {
     type Item = Result<RowChunk>;

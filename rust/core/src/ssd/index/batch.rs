@@ -6,8 +6,7 @@ use std::arch::x86_64::{_mm512_cmplt_epu64_mask, _mm512_loadu_si512, _mm512_set1
 
 use super::pages::{EMPTY, PAGE_ENTRIES};
 use super::{LOCATION_BITS, LOCATION_MASK, PREFETCH_DISTANCE, RecordLocation, TagIndex};
-use crate::runtime::simd::InstructionSet;
-use crate::runtime::simd::prefetch;
+use crate::runtime::simd::{InstructionSet, prefetch};
 use crate::types::{Id, hash_id};
 
 /// Entries of a CPU cache line, which are compared together.

@@ -220,11 +220,7 @@ pub struct PinnedSegments {
     set: SegmentSet,
 }
 
-impl std::fmt::Debug for PinnedSegments {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PinnedSegments").field("set", &self.set).finish_non_exhaustive()
-    }
-}
+opaque_debug!(PinnedSegments, self, set = self.set);
 
 impl PinnedSegments {
     /// The segments, for the checkpoint's manifest.

@@ -217,11 +217,7 @@ pub struct SsdSnapshot {
     unread: Arc<UnreadSegments>,
 }
 
-impl std::fmt::Debug for SsdSnapshot {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SsdSnapshot").field("unread", &self.unread.len()).finish_non_exhaustive()
-    }
-}
+opaque_debug!(SsdSnapshot, self, unread = self.unread.len());
 
 impl SsdTier {
     /// Takes a snapshot of the rows that were modified in epoch `since` or later, except those of the `stale` ids,

@@ -43,13 +43,7 @@ pub(crate) struct UnreadSegments {
     early_rows: Box<EarlyRowSink>,
 }
 
-impl std::fmt::Debug for SsdSnapshotState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SsdSnapshotState")
-            .field("segments", &self.marks.iter().flatten().count())
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(SsdSnapshotState, self, segments = self.marks.iter().flatten().count());
 
 impl SsdSnapshotState {
     /// Starts a snapshot with the rows of `parts`. All segment numbers are below `slots`.
