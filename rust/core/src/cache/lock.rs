@@ -13,9 +13,9 @@
 use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use super::expiry::Residency;
 use super::placement::{DeviceCopies, PlanPins};
 use super::plan_lock::PlanGuard;
-use super::residency::Residency;
 use super::table_context::TableContext;
 use crate::error::{Kind, Result};
 use crate::runtime::call_context::{ForeignCall, ForeignCode};
@@ -599,7 +599,7 @@ impl TableInner {
         mut work: impl FnMut(&mut TableGuard<'a>) -> Result<T>,
     ) -> Result<(TableGuard<'a>, T)> {
         let mut guard = lock()?;
-        if self.has_device() && guard.lifecycle.has_sweep() {
+        if self.has_device() && guard.has_sweep() {
             drop(guard);
             let rows = self.without_kernel_writes()?;
             return self.with_device_rows(&rows, lock, work);

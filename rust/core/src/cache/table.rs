@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use super::changes::{BaseCheckpoint, PreImages};
 use super::evicted_rows::{EvictedQueue, EvictedRows};
+use super::expiry::Residency;
 use super::lock::{TableGuard, TableInner};
 use super::placement::{ChangeCounts, host_row_bytes};
-use super::residency::{Residency, TableStats, check_metadata_space};
+use super::residency::{TableStats, check_metadata_space};
 use super::row_blocks::{FoundRows, GroupSink, PickedRows, RowBlock, RowChunk};
 use super::snapshot::{
     ExportStream, TableSnapshot, all_chunks, all_groups, current_counts, modified_groups, remaining_counts,

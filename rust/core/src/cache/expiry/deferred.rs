@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Lifecycle;
+use super::Residency;
 use super::progress::SweepProgress;
 use crate::cache::placement::{Placement, PlanPins, StagedRows, SweepMatcher};
 use crate::error::Result;
@@ -37,21 +37,21 @@ impl DeferredRows {
     }
 }
 
-impl Lifecycle {
+impl Residency {
     /// Moves the deferred rows of a sweep that has passed all tiers out of it, so that another sweep can start.
-    pub(super) fn defer_rest(&mut self, placement: &mut Placement) {
-        self.collect_moved(placement);
-        placement.changes.moved.stop();
-        let Some(progress) = self.sweep.take() else { return };
-        placement.log_sweep_ended(&progress);
+    pub(super) fn defer_rest(&mut self) {
+        self.collect_moved();
+        self.placement.changes.moved.stop();
+        let Some(progress) = self.lifecycle.sweep.take() else { return };
+        self.placement.log_sweep_ended(&progress);
         let SweepProgress { matcher, mut deferred, .. } = progress;
         // A row expires by the first sweep that matches it. If it is trained before, no sweep matches it.
-        let expiring: HashSet<Id> = self.expiring_ids(placement);
+        let expiring: HashSet<Id> = self.expiring_ids();
         deferred.retain(|id| !expiring.contains(id));
         if deferred.is_empty() {
             return;
         }
-        let by_sweep = &mut self.deferred.by_sweep;
+        let by_sweep = &mut self.lifecycle.deferred.by_sweep;
         by_sweep.push(SweepDeferral { matcher, ids: deferred });
         if by_sweep.len() <= MOST_SWEEPS {
             return;
@@ -64,24 +64,25 @@ impl Lifecycle {
             newer.ids.dedup();
             return;
         }
-        placement.changes.history.forget();
+        self.placement.changes.history.forget();
         tracing::warn!(
             "table {:?}: more than {MOST_SWEEPS} sweeps came between the forward of a batch and its backward, and {} rows that the \
              sweep after step {} deferred are kept; drop what holds the batch, such as its loss",
-            placement.context.config.name,
+            self.placement.context.config.name,
             oldest.ids.len(),
             oldest.matcher.sweep.step
         );
     }
 
     /// The deferred rows that are certain to expire unless they are trained before.
-    fn expiring_ids(&self, placement: &Placement) -> HashSet<Id> {
+    fn expiring_ids(&self) -> HashSet<Id> {
         let mut expiring = HashSet::new();
-        for SweepDeferral { matcher, ids } in &self.deferred.by_sweep {
+        for SweepDeferral { matcher, ids } in &self.lifecycle.deferred.by_sweep {
             // Kernels may be writing the weights of these rows, so the weights are not read.
             if !matcher.sweep.needs_weights() {
-                let is_expired =
-                    |id: &Id| placement.header_in_ram(*id).is_some_and(|header| matcher.sweep.matches(&header, &[]));
+                let is_expired = |id: &Id| {
+                    self.placement.header_in_ram(*id).is_some_and(|header| matcher.sweep.matches(&header, &[]))
+                };
                 expiring.extend(ids.iter().copied().filter(is_expired));
             }
         }
@@ -90,39 +91,39 @@ impl Lifecycle {
 
     /// Expires the matching deferred rows whose plans have ended, each by the sweep that deferred it.
     ///
-    /// Errors: as [`Lifecycle::finish_sweep`]. Rows that were not matched stay deferred, and no later sweep has matched
+    /// Errors: as [`Residency::finish_sweep`]. Rows that were not matched stay deferred, and no later sweep has matched
     /// them.
-    pub(super) fn expire_deferred(&mut self, placement: &mut Placement) -> Result<()> {
-        let outcome = (0..self.deferred.by_sweep.len()).try_for_each(|sweep| {
-            let SweepDeferral { matcher, ids } = &self.deferred.by_sweep[sweep];
+    pub(super) fn expire_deferred(&mut self) -> Result<()> {
+        let outcome = (0..self.lifecycle.deferred.by_sweep.len()).try_for_each(|sweep| {
+            let SweepDeferral { matcher, ids } = &self.lifecycle.deferred.by_sweep[sweep];
             let (matcher, ids) = (Arc::clone(matcher), ids.clone());
-            self.deferred.by_sweep[sweep].ids = self.expire_deferred_ids(placement, ids, &matcher)?;
+            self.lifecycle.deferred.by_sweep[sweep].ids = self.expire_deferred_ids(ids, &matcher)?;
             Ok(())
         });
-        self.deferred.by_sweep.retain(|deferral| !deferral.ids.is_empty());
+        self.lifecycle.deferred.by_sweep.retain(|deferral| !deferral.ids.is_empty());
         outcome
     }
 
-    /// Like [`Lifecycle::expire_deferred`], but only for rows of `ids` that are in RAM.
-    pub(super) fn expire_deferred_of(&mut self, placement: &mut Placement, ids: &[Id]) -> Result<()> {
-        if self.deferred.is_empty() {
+    /// Like [`Residency::expire_deferred`], but only for rows of `ids` that are in RAM.
+    pub(super) fn expire_deferred_of(&mut self, ids: &[Id]) -> Result<()> {
+        if self.lifecycle.deferred.is_empty() {
             return Ok(());
         }
         let ids: HashSet<Id> = ids.iter().copied().collect();
-        (0..self.deferred.by_sweep.len()).try_for_each(|sweep| {
-            let deferral = &self.deferred.by_sweep[sweep];
+        (0..self.lifecycle.deferred.by_sweep.len()).try_for_each(|sweep| {
+            let deferral = &self.lifecycle.deferred.by_sweep[sweep];
             let wanted: Vec<Id> = deferral.ids.iter().copied().filter(|id| ids.contains(id)).collect();
             // The rows that stay deferred are in `deferral.ids` already.
-            self.expire_in_ram(placement, &wanted, &Arc::clone(&deferral.matcher)).map(drop)
+            self.expire_in_ram(&wanted, &Arc::clone(&deferral.matcher)).map(drop)
         })
     }
 
     /// The sweeps against which rows that a plan loads are matched, in this order. Each has the set of rows that it may
     /// match, or `None` for all rows.
     fn matchers_of_arrivals(&self) -> Vec<(Arc<SweepMatcher>, Option<HashSet<Id>>)> {
-        let deferrals = self.deferred.by_sweep.iter();
+        let deferrals = self.lifecycle.deferred.by_sweep.iter();
         let mut matchers: Vec<_> = deferrals.map(|SweepDeferral { matcher, ids }| (matcher, Some(ids))).collect();
-        if let Some(SweepProgress { matcher, passed, deferred, .. }) = &self.sweep
+        if let Some(SweepProgress { matcher, passed, deferred, .. }) = &self.lifecycle.sweep
             && !(*passed && deferred.is_empty())
         {
             matchers.push((matcher, passed.then_some(deferred)));
@@ -133,17 +134,12 @@ impl Lifecycle {
 
     /// Removes staged rows that were just read from SSD and that sweeps match: they become provisional, like absent
     /// rows.
-    pub(crate) fn expire_staged_reads(
-        &mut self,
-        placement: &mut Placement,
-        pins: &PlanPins,
-        staged: &mut StagedRows<'_>,
-    ) -> Result<()> {
+    pub(crate) fn expire_staged_reads(&mut self, pins: &PlanPins, staged: &mut StagedRows<'_>) -> Result<()> {
         if staged.ssd_hits == 0 {
             return Ok(());
         }
         let started = Instant::now();
-        let (dim, floats) = (placement.context.layout.dim, placement.context.floats());
+        let (dim, floats) = (self.placement.context.layout.dim, self.placement.context.floats());
         for (matcher, only) in self.matchers_of_arrivals() {
             let id = |index: usize| pins.ids[staged.rows[index].position as usize];
             let is_expired = |&index: &usize| {
@@ -153,19 +149,19 @@ impl Lifecycle {
             };
             let mut expired: Vec<usize> = (staged.from_host..staged.rows.len()).filter(is_expired).collect();
             // Another active plan may be about to load the row too.
-            expired.retain(|&index| placement.active_plans.plans_with(id(index)) <= 1);
+            expired.retain(|&index| self.placement.active_plans.plans_with(id(index)) <= 1);
             let row = |&index: &usize| RowRef {
                 header: &staged.headers[index],
                 vector: &staged.vectors[index * floats..][..floats],
             };
-            self.expire_read_rows(placement, &expired.iter().map(row).collect::<Vec<RowRef<'_>>>(), &matcher)?;
+            self.expire_read_rows(&expired.iter().map(row).collect::<Vec<RowRef<'_>>>(), &matcher)?;
             for &index in &expired {
                 staged.rows[index].state = RowState::PROVISIONAL;
             }
             staged.ssd_hits -= expired.len() as u64;
             staged.ssd_misses += expired.len() as u64;
         }
-        placement.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
+        self.placement.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
         Ok(())
     }
 }

@@ -4,7 +4,7 @@
 //! place, so that the plan finds the same value as if the row had never existed.
 #![allow(unsafe_code)]
 
-use super::Lifecycle;
+use super::Residency;
 use crate::cache::placement::{ExpiredRow, Placement, SweepMatcher, is_in_ram};
 use crate::cache::row_blocks::RowChunk;
 use crate::error::Result;
@@ -18,118 +18,98 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 /// The current copy of the row is still on SSD or in a tier below.
 const UNREAD: RowState = RowState::LOADING.with(RowState::FAILED);
 
-impl Lifecycle {
+impl Residency {
     /// Removes rows of the host tier that `matcher` matches. On an error none is removed.
-    pub(super) fn expire_in_host(
-        &mut self,
-        placement: &mut Placement,
-        expired: &[WriteAccess],
-        matcher: &SweepMatcher,
-    ) -> Result<()> {
+    pub(super) fn expire_in_host(&mut self, expired: &[WriteAccess], matcher: &SweepMatcher) -> Result<()> {
         if expired.is_empty() {
             return Ok(());
         }
-        let dim = placement.context.layout.dim;
+        let dim = self.placement.context.layout.dim;
         let of_slot = |access: &WriteAccess| {
             matcher.expired_row(
-                &placement.host.metadata(access.slot()),
-                &placement.host.row(access.read_access()).vector[..dim],
+                &self.placement.host.metadata(access.slot()),
+                &self.placement.host.row(access.read_access()).vector[..dim],
             )
         };
         let rows: Vec<ExpiredRow> = expired.iter().map(of_slot).collect();
         let on_ssd = expired
             .iter()
             .zip(&rows)
-            .filter(|(access, _)| placement.host.slots.state(access.slot()).has(RowState::ON_SSD));
-        let copies = placement.copies_of_host(expired)?;
-        placement.remove_expired_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
-        placement.keep_host_pre_images(expired.iter().map(WriteAccess::read_access));
+            .filter(|(access, _)| self.placement.host.slots.state(access.slot()).has(RowState::ON_SSD));
+        let copies = self.placement.copies_of_host(expired)?;
+        self.placement.remove_expired_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
+        self.placement.keep_host_pre_images(expired.iter().map(WriteAccess::read_access));
         let (mut provisional, mut leaving, mut ids) = (Vec::new(), Vec::with_capacity(expired.len()), Vec::new());
         for (access, row) in expired.iter().zip(&rows) {
-            if placement.host.slots.is_pinned(access.slot()) {
+            if self.placement.host.slots.is_pinned(access.slot()) {
                 provisional.push((row.id, access.slot()));
             } else {
                 leaving.push(access.slot());
                 ids.push(row.id);
             }
         }
-        placement.host.remove_batch(&leaving, &ids);
-        placement.reinitialize_in_host(&provisional);
-        self.record_expired(placement, &rows, copies, matcher);
+        self.placement.host.remove_batch(&leaving, &ids);
+        self.placement.reinitialize_in_host(&provisional);
+        self.record_expired(&rows, copies, matcher);
         Ok(())
     }
 
     /// Removes rows of the device tier that `matcher` matches. On an error none is removed.
-    pub(super) fn expire_on_device(
-        &mut self,
-        placement: &mut Placement,
-        expired: &[CacheSlot],
-        matcher: &SweepMatcher,
-    ) -> Result<()> {
+    pub(super) fn expire_on_device(&mut self, expired: &[CacheSlot], matcher: &SweepMatcher) -> Result<()> {
         if expired.is_empty() {
             return Ok(());
         }
-        let copies = placement.copies_of_device(expired, matcher.reason_needs_weights())?;
-        placement.require_snapshot_copies(expired)?;
-        let Some(tier) = &placement.device else { return Ok(()) };
-        let (dim, floats) = (placement.context.layout.dim, placement.context.floats());
+        let copies = self.placement.copies_of_device(expired, matcher.reason_needs_weights())?;
+        self.placement.require_snapshot_copies(expired)?;
+        let Some(tier) = &self.placement.device else { return Ok(()) };
+        let (dim, floats) = (self.placement.context.layout.dim, self.placement.context.floats());
         let weights = |at: usize| copies.vectors.get(at * floats..at * floats + dim).unwrap_or_default();
         let of_slot = |(at, &slot): (usize, &CacheSlot)| matcher.expired_row(tier.header(slot), weights(at));
         let rows: Vec<ExpiredRow> = expired.iter().enumerate().map(of_slot).collect();
         let on_ssd = expired.iter().zip(&rows).filter(|(slot, _)| tier.slots.state(**slot).has(RowState::ON_SSD));
-        placement.remove_expired_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
-        placement.keep_device_pre_images(expired);
+        self.placement.remove_expired_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
+        self.placement.keep_device_pre_images(expired);
         let mut shadows = Vec::new();
         for (&slot, &ExpiredRow { id, .. }) in expired.iter().zip(&rows) {
-            let shadow = placement.host.slots.get(id);
+            let shadow = self.placement.host.slots.get(id);
             if shadow != NO_SLOT {
                 shadows.push((id, shadow));
             }
-            let tier = placement.device_mut();
+            let tier = self.placement.device_mut();
             if tier.slots.is_pinned(slot) {
                 // The next plan that requires the row loads it to the device, like a row that another plan was to load.
                 tier.slots.set_state(slot, RowState::OCCUPIED.with(RowState::LOADING).with(RowState::PROVISIONAL));
                 *tier.header_mut(slot) = RowHeader { id, ..RowHeader::default() };
-                placement.counts.became_provisional(1);
-                placement.absent_reads += 1;
+                self.placement.counts.became_provisional(1);
+                self.placement.absent_reads += 1;
             } else {
                 tier.remove(slot, id);
             }
         }
         // Plans that pinned the row's host slot while the row was on the device may still promote it.
-        placement.reinitialize_in_host(&shadows);
-        self.record_expired(placement, &rows, copies, matcher);
+        self.placement.reinitialize_in_host(&shadows);
+        self.record_expired(&rows, copies, matcher);
         Ok(())
     }
 
     /// Removes rows that were read from SSD, are in no other tier, and match `matcher`. On an error none is removed.
-    pub(crate) fn expire_read_rows(
-        &mut self,
-        placement: &mut Placement,
-        expired: &[RowRef<'_>],
-        matcher: &SweepMatcher,
-    ) -> Result<()> {
+    pub(crate) fn expire_read_rows(&mut self, expired: &[RowRef<'_>], matcher: &SweepMatcher) -> Result<()> {
         if expired.is_empty() {
             return Ok(());
         }
-        let copies = placement.copies_of_read(expired.iter().copied())?;
-        placement.remove_expired_copies(&expired.iter().map(|row| row.header.id).collect::<Vec<Id>>())?;
-        let dim = placement.context.layout.dim;
+        let copies = self.placement.copies_of_read(expired.iter().copied())?;
+        self.placement.remove_expired_copies(&expired.iter().map(|row| row.header.id).collect::<Vec<Id>>())?;
+        let dim = self.placement.context.layout.dim;
         let rows: Vec<ExpiredRow> =
             expired.iter().map(|row| matcher.expired_row(row.header, &row.vector[..dim])).collect();
-        self.record_expired(placement, &rows, copies, matcher);
+        self.record_expired(&rows, copies, matcher);
         Ok(())
     }
 
     /// Removes the expired rows of `ids` that are only on SSD.
-    pub(super) fn expire_on_ssd(
-        &mut self,
-        placement: &mut Placement,
-        ids: &[Id],
-        matcher: &SweepMatcher,
-    ) -> Result<()> {
-        let Some(ssd) = &placement.context.ssd else { return Ok(()) };
-        let in_ram = |id: Id| is_in_ram(&placement.host, placement.device.as_ref(), id);
+    pub(super) fn expire_on_ssd(&mut self, ids: &[Id], matcher: &SweepMatcher) -> Result<()> {
+        let Some(ssd) = &self.placement.context.ssd else { return Ok(()) };
+        let in_ram = |id: Id| is_in_ram(&self.placement.host, self.placement.device.as_ref(), id);
         let elsewhere: Vec<Id> = ids.iter().copied().filter(|&id| !in_ram(id)).collect();
         let mut there = vec![false; elsewhere.len()];
         ssd.maybe_contains(&elsewhere, &mut there);
@@ -138,11 +118,11 @@ impl Lifecycle {
         if wanted.is_empty() {
             return Ok(());
         }
-        let (dim, floats) = (placement.context.layout.dim, placement.context.floats());
+        let (dim, floats) = (self.placement.context.layout.dim, self.placement.context.floats());
         let mut headers = memory::zeros("match rows on SSD", wanted.len())?;
         let mut vectors = memory::zeros("match rows on SSD", wanted.len() * floats)?;
-        let absent = placement.context.read_from_ssd(ssd, &wanted, &mut headers, &mut vectors);
-        let absent = absent.map_err(|error| placement.context.in_table(error))?;
+        let absent = self.placement.context.read_from_ssd(ssd, &wanted, &mut headers, &mut vectors);
+        let absent = absent.map_err(|error| self.placement.context.in_table(error))?;
         let expired_row = |&(_, at): &(Id, usize)| {
             let row = RowRef { header: &headers[at], vector: &vectors[at * floats..][..floats] };
             let expired =
@@ -150,37 +130,34 @@ impl Lifecycle {
             expired.then_some(row)
         };
         let expired: Vec<RowRef<'_>> = wanted.iter().filter_map(expired_row).collect();
-        self.expire_read_rows(placement, &expired, matcher)
+        self.expire_read_rows(&expired, matcher)
     }
 
     /// Records rows that `matcher` matched and that are in no tier, and delivers `copies` to the eviction queue. A
     /// delta contains the sweep that removed them. Ids are recorded as tombstones in addition if base checkpoints may
     /// have the row with other columns, or if it expired after such a checkpoint was saved.
-    pub(super) fn record_expired(
-        &mut self,
-        placement: &mut Placement,
-        rows: &[ExpiredRow],
-        copies: RowChunk,
-        matcher: &SweepMatcher,
-    ) {
+    pub(super) fn record_expired(&mut self, rows: &[ExpiredRow], copies: RowChunk, matcher: &SweepMatcher) {
         if rows.is_empty() {
             return;
         }
-        placement.notify_expired(copies, matcher);
-        let as_swept = self.is_unchanged_since_sweep(placement);
+        self.placement.notify_expired(copies, matcher);
+        let as_swept = self.is_unchanged_since_sweep();
         // Cancels exports that could contain some of the rows and miss others.
-        placement.context.bump_version();
+        self.placement.context.bump_version();
         if as_swept {
-            self.version_after_sweep = Some(placement.context.version());
+            self.lifecycle.version_after_sweep = Some(self.placement.context.version());
         }
-        placement.counts.expired_by_rule(rows.len() as u64);
-        matcher.count(rows, &mut self.evicted_by_rule);
-        let is_late = placement.changes.epoch != matcher.epoch;
+        self.placement.counts.expired_by_rule(rows.len() as u64);
+        matcher.count(rows, &mut self.lifecycle.evicted_by_rule);
+        let is_late = self.placement.changes.epoch != matcher.epoch;
         let tombstones =
-            rows.iter().filter(|row| is_late || placement.changes.history.needs_tombstone(row.modified_epoch));
+            rows.iter().filter(|row| is_late || self.placement.changes.history.needs_tombstone(row.modified_epoch));
         let tombstones: Vec<Id> = tombstones.map(|row| row.id).collect();
-        placement.changes.history.record_expired(placement.changes.epoch, (rows.len() - tombstones.len()) as u64);
-        placement.record_tombstones(&tombstones);
+        self.placement
+            .changes
+            .history
+            .record_expired(self.placement.changes.epoch, (rows.len() - tombstones.len()) as u64);
+        self.placement.record_tombstones(&tombstones);
     }
 }
 

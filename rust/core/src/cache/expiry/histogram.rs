@@ -2,40 +2,39 @@
 //!
 //! The table's lock is held until every row was counted, so that no row moves. Only the counts are kept.
 
-use super::Lifecycle;
+use super::Residency;
 use crate::cache::placement::{Placement, SLOTS_AHEAD};
 use crate::error::{Kind, Result};
 use crate::lifecycle::{RankKeyRange, ScoreHistogram, ScoreHistogramBuilder};
 use crate::types::CacheSlot;
 
-impl Lifecycle {
+impl Residency {
     /// Counts the rows of all tiers at `step`, which must be the present step. Returns the histogram and the version of
     /// the counted contents, or `None` if that version differs from `version`. Finishes the sweep in progress first.
     ///
-    /// Errors: `Memory`; those of [`Lifecycle::finish_sweep`] and of reads from SSD; `State` if the table is at another
+    /// Errors: `Memory`; those of [`Residency::finish_sweep`] and of reads from SSD; `State` if the table is at another
     /// step or rows are missing.
     pub(crate) fn score_histogram(
         &mut self,
-        placement: &mut Placement,
         step: u64,
         ranges: &[RankKeyRange],
         version: Option<u64>,
     ) -> Result<Option<(u64, ScoreHistogram)>> {
-        if step != placement.changes.step {
-            let (table, now) = (&placement.context.config.name, placement.changes.step);
+        if step != self.placement.changes.step {
+            let (table, now) = (&self.placement.context.config.name, self.placement.changes.step);
             return Err(Kind::State.error(format!(
                 "table {table:?} is at step {now}, and a sweep after step {step} is asked for: sweep and save between steps"
             )));
         }
-        self.finish_sweep(placement)?;
-        let now = placement.context.version();
+        self.finish_sweep()?;
+        let now = self.placement.context.version();
         if version.is_some_and(|version| version != now) {
             return Ok(None);
         }
-        let mut histogram = ScoreHistogramBuilder::new(step, placement.context.decay, ranges)?;
-        let seen = placement.count_in_ram(&mut histogram)? + placement.count_on_ssd(&mut histogram)?;
-        if seen != placement.counts.rows() {
-            let (table, rows) = (&placement.context.config.name, placement.counts.rows());
+        let mut histogram = ScoreHistogramBuilder::new(step, self.placement.context.decay, ranges)?;
+        let seen = self.placement.count_in_ram(&mut histogram)? + self.placement.count_on_ssd(&mut histogram)?;
+        if seen != self.placement.counts.rows() {
+            let (table, rows) = (&self.placement.context.config.name, self.placement.counts.rows());
             return Err(Kind::State.error(format!(
                 "table {table:?} has {rows} rows and {seen} were counted: a bug of torchrec-embcache to report"
             )));

@@ -1,4 +1,4 @@
-//! Life of a table's rows: admission, sweeps by the table's eviction rule, and the clock of rules in seconds.
+//! The rows of a table, and their life: admission, sweeps by the table's eviction rule, and the clock of rules in seconds.
 
 mod clock;
 mod deferred;
@@ -13,8 +13,14 @@ pub(super) use clock::TableClock;
 
 use self::deferred::DeferredRows;
 use self::progress::SweepProgress;
-use super::placement::TableAdmission;
+use super::placement::{Placement, TableAdmission};
 use crate::lifecycle::ExpirySweep;
+
+/// The rows of one table: where they are, and which of them the table keeps.
+pub(crate) struct Residency {
+    pub(super) placement: Placement,
+    pub(super) lifecycle: Lifecycle,
+}
 
 /// Decides which rows a table has: the admission of new ones, and the sweeps that remove rows.
 pub(crate) struct Lifecycle {

@@ -133,7 +133,7 @@ impl Placement {
         missing
     }
 
-    /// Starts stage 2 of an [active](Lifecycle::activate_plan) plan: frees device space for its rows before any of them
+    /// Starts stage 2 of an [active](crate::cache::expiry::Residency::activate_plan) plan: frees device space for its rows before any of them
     /// is read. Victims must be read from the device first, and then this is called again.
     pub(crate) fn make_space_on_device(
         &mut self,

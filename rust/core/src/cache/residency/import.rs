@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use super::Residency;
+use crate::cache::expiry::Residency;
 use crate::cache::placement::{Placement, RowLocation};
 use crate::cache::row_blocks::{PickedRows, RowBlock};
 use crate::config::OnFull;
@@ -56,7 +56,7 @@ impl Residency {
     ) -> Result<()> {
         // A sweep in progress matches rows that are present already, and none of these.
         self.finish_sweep().map_err(|error| self.placement.partial_error(error, *done, ids.len(), "imported"))?;
-        self.lifecycle.record_added_rows();
+        self.record_added_rows();
         match self.placement.context.config.on_full {
             OnFull::Error => self.import_all(block, ids, no_writes),
             OnFull::Evict => self.import_in_parts(block, ids, no_writes, done),
@@ -215,7 +215,7 @@ impl Residency {
     /// which have these ids, the longest prefix that is new and fits. Returns its length.
     pub(crate) fn put_new(&mut self, rows: PickedRows<'_>, begin: usize, ids: &[Id]) -> Result<usize> {
         self.finish_sweep()?;
-        self.lifecycle.record_added_rows();
+        self.record_added_rows();
         let fit = self.placement.new_rows_that_fit(ids);
         self.placement.host.reserve(fit)?;
         let mut slots: Vec<CacheSlot> = Vec::new();

@@ -13,14 +13,14 @@ use std::sync::Arc;
 pub(super) use state_blob::check_metadata_space;
 
 use super::changes::{BaseCheckpoint, ChangeTracker, FREE_HISTORY_BYTES, PreImages, SlotMarks, SnapshotRows};
-use super::expiry::Lifecycle;
+use super::expiry::{Lifecycle, Residency};
 use super::placement::{ChangeCounts, Placement, PlanMode, PlanPins, TableAdmission, device_row_bytes};
 use super::row_blocks::FoundRows;
 use super::table_context::TableContext;
-use crate::config::{EvictionRule, OnFull, SsdConfig, TableConfig};
+use crate::config::{OnFull, SsdConfig, TableConfig};
 use crate::error::{Kind, Result};
+use crate::lifecycle::StepClock;
 use crate::lifecycle::admission::RowAdmitter;
-use crate::lifecycle::{RankKeyRange, ScoreHistogram, StepClock};
 use crate::ssd::{SsdTier, StateCounters};
 use crate::stats::{AdmissionStats, EvictionStats, HistogramSnapshot, SsdStats, TierStats};
 use crate::tiers::{DeviceTier, HostTier, NoKernelWrites};
@@ -34,12 +34,6 @@ const HISTORY_SHARE: u64 = 64;
 const LEAST_HISTORY_BYTES: u64 = FREE_HISTORY_BYTES;
 /// Upper bound of the bytes for tombstones, for large tables.
 const MOST_HISTORY_BYTES: u64 = 128 << 20;
-
-/// The rows of one table: where they are, and which of them the table keeps.
-pub(crate) struct Residency {
-    pub(super) placement: Placement,
-    pub(super) lifecycle: Lifecycle,
-}
 
 /// Counters of a table and its tiers.
 #[derive(Clone, Debug, Default)]
@@ -99,7 +93,7 @@ impl Residency {
                 .error(format!("table {name:?}: step={step} is out of range: give at most 2^53 ({MOST_STEPS})")));
         }
         self.finish_sweep()?;
-        if step < self.placement.changes.step && self.lifecycle.has_deferred(&self.placement) {
+        if step < self.placement.changes.step && self.has_deferred() {
             return Err(self.placement.in_use_error(
                 "the step is to be set back, and rows that a sweep has deferred are used by batches in flight",
             ));
@@ -127,7 +121,7 @@ impl Residency {
         }
         self.placement.counts.cleared();
         self.placement.changes.history.forget();
-        self.lifecycle.drop_sweep(&mut self.placement);
+        self.drop_sweep();
         // Rows added later may belong to other steps.
         self.lifecycle.clock.restore(&StepClock::default());
         Ok(())
@@ -154,7 +148,7 @@ impl Residency {
         match self.placement.context.config.on_full {
             OnFull::Evict => self.placement.check_droppable(more, &pins.ids),
             // Finishing the sweep may require reads from the device. That happens when the batch is placed.
-            OnFull::Error if self.placement.device.is_some() && self.lifecycle.has_sweep() => Ok(()),
+            OnFull::Error if self.placement.device.is_some() && self.has_sweep() => Ok(()),
             OnFull::Error => self.check_capacity(more, &pins.ids),
         }
     }
@@ -206,7 +200,7 @@ impl Residency {
     /// The base checkpoints of a possible delta, oldest first. Empty while rows are deferred, because a delta that
     /// records the sweep could not contain them.
     pub(crate) fn base_checkpoints(&self) -> &[BaseCheckpoint] {
-        if self.lifecycle.has_deferred(&self.placement) { &[] } else { self.placement.changes.history.bases() }
+        if self.has_deferred() { &[] } else { self.placement.changes.history.bases() }
     }
 
     /// The distinct ids removed from the table since `base`, in ascending order. Some of them may have been inserted
@@ -214,11 +208,7 @@ impl Residency {
     ///
     /// Errors: `State` if they are not known, so that a full save is required.
     pub(crate) fn tombstones_since(&self, base: &BaseCheckpoint) -> Result<Vec<Id>> {
-        let left = if self.lifecycle.has_deferred(&self.placement) {
-            None
-        } else {
-            self.placement.changes.history.tombstones_since(base)
-        };
+        let left = if self.has_deferred() { None } else { self.placement.changes.history.tombstones_since(base) };
         left.ok_or_else(|| {
             Kind::State.error(format!(
                 "table {:?}: what changed since the checkpoint {} is not known (it was saved too long ago or by another run, or \
@@ -302,7 +292,7 @@ impl Residency {
                 .admitter
                 .as_ref()
                 .map(|admitter| self.placement.admission_stats(admitter)),
-            eviction: self.lifecycle.eviction_stats(&self.placement),
+            eviction: self.eviction_stats(),
             device,
             host: TierStats {
                 rows,
@@ -312,51 +302,6 @@ impl Residency {
             },
             ssd: ssd.map(|ssd| self.placement.ssd_stats(ssd)),
         }
-    }
-
-    /// Finishes the sweep in progress: see [`Lifecycle::finish_sweep`].
-    pub(crate) fn finish_sweep(&mut self) -> Result<()> {
-        self.lifecycle.finish_sweep(&mut self.placement)
-    }
-
-    /// Continues the sweep in progress: see [`Lifecycle::sweep_slice`].
-    pub(crate) fn sweep_slice(&mut self) -> Result<bool> {
-        self.lifecycle.sweep_slice(&mut self.placement)
-    }
-
-    /// Starts a sweep: see [`Lifecycle::begin_sweep`].
-    pub(crate) fn begin_sweep(&mut self, rule: Option<&EvictionRule>) -> Result<()> {
-        self.lifecycle.begin_sweep(&mut self.placement, rule)
-    }
-
-    /// Does the fallible part of [`Residency::begin_sweep`]: see [`Lifecycle::prepare_sweep`].
-    pub(crate) fn prepare_sweep(&mut self, rule: Option<&EvictionRule>) -> Result<()> {
-        self.lifecycle.prepare_sweep(&mut self.placement, rule)
-    }
-
-    /// Prepares the sweep after the next step: see [`Lifecycle::prepare_sweep_after_step`].
-    pub(crate) fn prepare_sweep_after_step(&mut self) -> Result<()> {
-        self.lifecycle.prepare_sweep_after_step(&mut self.placement)
-    }
-
-    /// Activates a plan: see [`Lifecycle::activate_plan`].
-    pub(crate) fn activate_plan(&mut self, pins: &PlanPins) -> Result<()> {
-        self.lifecycle.activate_plan(&mut self.placement, pins)
-    }
-
-    /// Counts the rows by rank key: see [`Lifecycle::score_histogram`].
-    pub(crate) fn score_histogram(
-        &mut self,
-        step: u64,
-        ranges: &[RankKeyRange],
-        version: Option<u64>,
-    ) -> Result<Option<(u64, ScoreHistogram)>> {
-        self.lifecycle.score_histogram(&mut self.placement, step, ranges, version)
-    }
-
-    /// True if nothing has changed since the last sweep except by that sweep.
-    pub(crate) fn is_unchanged_since_sweep(&self) -> bool {
-        self.lifecycle.is_unchanged_since_sweep(&self.placement)
     }
 
     /// Starts stage 2 of a plan: see [`Placement::make_space_on_device`].

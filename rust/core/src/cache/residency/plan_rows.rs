@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Residency;
+use crate::cache::expiry::Residency;
 use crate::cache::placement::{
     FetchedRows, FoundCounts, Placement, PlanMode, PlanPins, SLOTS_AHEAD, StagedRow, StagedRows, TableAdmission,
 };
@@ -271,7 +271,7 @@ impl Residency {
         let slotless = pins.slotless.take().unwrap_or_else(|| self.placement.slotless_on_device(pins));
         let missing = [slotless, self.placement.awaited(pins)].concat();
         let mut staged = self.placement.stage(pins, &missing, mode, buffer)?;
-        self.lifecycle.expire_staged_reads(&mut self.placement, pins, &mut staged)?;
+        self.expire_staged_reads(pins, &mut staged)?;
         let staged = self.decide_admission_on_device(pins, staged, mode)?;
         let not_admitted = pins.not_admitted_bits();
         let is_not_admitted = |position: u32| not_admitted.get(position as usize).copied().unwrap_or(false);
@@ -370,7 +370,7 @@ impl Residency {
     /// Ends a committed step: releases the pins of its plan, and starts a sweep if one is due.
     pub(crate) fn end_step(&mut self, pins: PlanPins) {
         self.release(pins);
-        self.lifecycle.sweep_after_step(&mut self.placement);
+        self.sweep_after_step();
     }
 
     /// Releases the pins of a plan. The last pin of a row that was never trained also discards the row. Device slots of

@@ -12,7 +12,7 @@
 //! A table is opened only if its blobs fit the OOV row and some step times: see [`check_metadata_space`]. Other
 //! parts that do not fit are omitted and logged.
 
-use super::Residency;
+use crate::cache::expiry::Residency;
 use crate::config::{MissingRead, TableConfig};
 use crate::error::{Kind, Result};
 use crate::lifecycle::{BucketCounts, CountedId, OovRow};
@@ -76,7 +76,7 @@ impl Residency {
     pub(crate) fn encoded_metadata(&self, most_bytes: usize) -> Vec<u8> {
         let mut blob = self.lifecycle.admission.oov_row().map_or_else(Vec::new, oov_row_prefix);
         blob.extend(self.encoded_clock(clock_bytes(most_bytes.saturating_sub(blob.len()))));
-        if self.lifecycle.is_unchanged_since_sweep(&self.placement) && blob.len() + UNCHANGED_TAG.len() <= most_bytes {
+        if self.is_unchanged_since_sweep() && blob.len() + UNCHANGED_TAG.len() <= most_bytes {
             blob.extend(UNCHANGED_TAG);
         }
         blob.extend(self.encoded_rest(most_bytes.saturating_sub(blob.len())));
@@ -125,11 +125,7 @@ impl Residency {
     fn encoded_history(&self, most_bytes: usize) -> Vec<u8> {
         // A delta could not contain deferred rows: see `Residency::base_checkpoints`. A resume would not know about
         // them.
-        let history = if self.lifecycle.has_deferred(&self.placement) {
-            Vec::new()
-        } else {
-            self.placement.changes.history.encode(most_bytes)
-        };
+        let history = if self.has_deferred() { Vec::new() } else { self.placement.changes.history.encode(most_bytes) };
         if history.is_empty() && !self.placement.changes.history.bases().is_empty() {
             tracing::info!(
                 "table {:?}: a flush leaves out which checkpoints its rows descend from: a resume of it saves a full checkpoint next",
