@@ -1,13 +1,12 @@
 //! Reading checkpoints: loading them into tables, merging them, and reading rows as arrays without a table.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use embcache::Kind;
 use embcache::checkpoint::{
-    ChainCompaction, ChainReader, CheckpointChain, CheckpointName, DenseExtent, DenseReader, IdHistoryEntry, IdState,
-    LatestCheckpoint, LoadColumns, LoadSegments, OpenCheckpoint, TableRequest, TableSource, copy, make_for_serving,
-    reshard,
+    ChainCompaction, CheckpointChain, CheckpointManifest, CheckpointName, DenseExtent, DenseReader, IdHistoryEntry,
+    IdState, LatestCheckpoint, LoadColumns, LoadSegments, TableRequest, TableSource, copy, make_for_serving, reshard,
 };
 use embcache::lifecycle::CountedId;
 use embcache::rows::RowHeader;
@@ -17,7 +16,7 @@ use pyo3::types::PyBytes;
 
 use crate::buffers::slice_mut;
 use crate::error::{input, to_python};
-use crate::foreign::{detached, lock};
+use crate::foreign::{RaisedException, detached, detached_with_python, lock};
 use crate::paths::PyCheckpointDirectory;
 use crate::records::{PyCheckpointCopyReport, PyCheckpointId, PyManifestDigest, PyPublishedCheckpoint, PySavedTable};
 use crate::rows::PyRowBlock;
@@ -25,12 +24,15 @@ use crate::settings::precision_from;
 use crate::table::{PyLinkedSegments, PyTable};
 
 /// Reports the number of additional rows to a rank's progress callback. An exception from it aborts the work.
-fn report_progress(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, rows: u64) -> embcache::Result<()> {
+fn report_progress(progress: Option<&Py<PyAny>>, raised: &RaisedException, rows: u64) -> embcache::Result<()> {
     let Some(progress) = progress else { return Ok(()) };
-    Python::attach(|py| progress.call1(py, (rows,))).map(|_| ()).map_err(|error| {
-        *raised = Some(error);
-        Kind::State.error("progress raised an exception")
-    })
+    raised.catch(Python::attach(|py| progress.call1(py, (rows,)).map(drop)), "progress raised an exception")
+}
+
+/// Returns a manifest as JSON.
+fn json_of(manifest: &CheckpointManifest) -> PyResult<String> {
+    let bytes = manifest.to_json().map_err(to_python)?;
+    String::from_utf8(bytes).map_err(|error| input(error.to_string()))
 }
 
 /// Opens the checkpoint `latest` of a directory, with its base checkpoints.
@@ -84,13 +86,11 @@ impl PyChainCompaction {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<PyManifestDigest> {
         let name: CheckpointName = name.parse().map_err(to_python)?;
-        let mut raised = None;
-        let written = py.detach(|| {
-            let mut report = |rows| report_progress(progress.as_ref(), &mut raised, rows);
+        let written = detached_with_python(py, |raised| {
+            let mut report = |rows| report_progress(progress.as_ref(), raised, rows);
             self.inner.write(name, (rank, world_size), &mut report)
         });
-        raised.map_or(Ok(()), Err)?;
-        written.map(Into::into).map_err(to_python)
+        written.map(Into::into)
     }
 }
 
@@ -210,24 +210,13 @@ impl PyCheckpointReader {
         table: &PyTable,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<u64> {
-        let reader = self.rows_of(module, table.inner.config().name.clone())?;
-        let mut raised = None;
-        let loaded = py.detach(|| {
-            reader.load_with(&table.inner, &mut |rows| report_progress(progress.as_ref(), &mut raised, rows))
-        });
-        raised.map_or(Ok(()), Err)?;
-        loaded.map_err(to_python)
-    }
-}
-
-impl PyCheckpointReader {
-    /// Takes the reader of a table's rows that `check_table` prepared.
-    fn rows_of(&self, module: String, table: String) -> PyResult<ChainReader> {
-        let source = lock(&self.sources).remove(&(module, table));
-        match source {
-            Some(TableSource::Rows(reader)) => Ok(reader),
-            _ => Err(to_python(Kind::State.error("check_table() comes before load_table(), once for each"))),
-        }
+        let source = lock(&self.sources).remove(&(module, table.inner.config().name.clone()));
+        let Some(TableSource::Rows(reader)) = source else {
+            return Err(to_python(Kind::State.error("check_table() comes before load_table(), once for each")));
+        };
+        detached_with_python(py, |raised| {
+            reader.load_with(&table.inner, &mut |rows| report_progress(progress.as_ref(), raised, rows))
+        })
     }
 }
 
@@ -338,17 +327,12 @@ impl PyCheckpointRows {
     }
 
     fn manifest(&self) -> PyResult<String> {
-        let bytes = self.inner.manifest().to_json().map_err(to_python)?;
-        String::from_utf8(bytes).map_err(|error| input(error.to_string()))
+        json_of(self.inner.manifest())
     }
 
     /// Returns the manifests of the checkpoint and its base checkpoints, latest first.
     fn chain_manifests(&self) -> PyResult<Vec<String>> {
-        let text = |link: &OpenCheckpoint| {
-            let bytes = link.manifest().to_json().map_err(to_python)?;
-            String::from_utf8(bytes).map_err(|error| input(error.to_string()))
-        };
-        self.inner.links().iter().map(text).collect()
+        self.inner.links().iter().map(|link| json_of(link.manifest())).collect()
     }
 
     /// Passes the rows to `sink` in chunks, each as a `RowBlock`. Then passes the `CountedIds` of each bucket to
@@ -364,15 +348,8 @@ impl PyCheckpointRows {
         sink: Option<Py<PyAny>>,
         counts: Option<Py<PyAny>>,
     ) -> PyResult<u64> {
-        // Both sinks may raise.
-        let raised = Mutex::new(None);
-        let checked = |result: PyResult<()>| {
-            result.map_err(|error| {
-                *raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                Kind::State.error("the callback that receives rows or counts raised an exception")
-            })
-        };
-        let read = py.detach(|| {
+        detached_with_python(py, |raised| {
+            let message = "the callback that receives rows or counts raised an exception";
             let reader = self.inner.table_reader(module, table, bucket_begin..bucket_end)?;
             let vector_floats = reader.spec().optimizer_kind()?.layout(reader.spec().dim as usize).vector_floats();
             if sink.is_none() && counts.is_none() {
@@ -380,18 +357,18 @@ impl PyCheckpointRows {
             }
             let mut take_rows = |headers: &[RowHeader], vectors: &[f32]| {
                 let Some(sink) = &sink else { return Ok(()) };
-                checked(Python::attach(|py| {
+                let pass_on = |py: Python<'_>| {
                     let block = PyRowBlock::of(py, headers, vectors.to_vec(), vector_floats)?;
                     sink.call1(py, (block,)).map(drop)
-                }))
+                };
+                raised.catch(Python::attach(pass_on), message)
             };
             let Some(counts) = &counts else { return reader.read(&mut take_rows) };
             reader.read_rows_and_counts(&mut take_rows, &mut |bucket| {
-                checked(Python::attach(|py| counts.call1(py, (PyCountedIds::of(py, &bucket.ids),)).map(drop)))
+                let pass_on = |py: Python<'_>| counts.call1(py, (PyCountedIds::of(py, &bucket.ids),)).map(drop);
+                raised.catch(Python::attach(pass_on), message)
             })
-        });
-        let raised = raised.into_inner().unwrap_or_else(PoisonError::into_inner);
-        raised.map_or_else(|| read.map_err(to_python), Err)
+        })
     }
 
     /// Returns the entry of each checkpoint of the chain for an id, latest first.

@@ -195,10 +195,10 @@ impl PyCheckpointWriter {
         chunks: &Bound<'_, PyAny>,
     ) -> PyResult<u64> {
         let mut source = PyRowSource::new(spec, chunks)?;
-        let (spec, buckets) = (source.spec(), bucket_begin..bucket_end);
+        let (spec, buckets) = (source.spec.clone(), bucket_begin..bucket_end);
         let written =
             self.inner.with(py, |writer| writer.write_table(spec, buckets, &mut |sink| source.for_each_chunk(sink)));
-        source.end(written)
+        source.raised.map_or(written, Err)
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<PyManifestDigest> {
@@ -252,15 +252,6 @@ impl PyRowSource {
         let optimizer = spec.optimizer_kind().map_err(to_python)?;
         let vector_floats = optimizer.layout(spec.dim as usize).vector_floats();
         Ok(Self { spec, vector_floats, chunks: chunks.try_iter()?.unbind(), raised: None })
-    }
-
-    fn spec(&self) -> TableSpec {
-        self.spec.clone()
-    }
-
-    /// Returns the result of writing the rows, or the exception of the iterable, if it raised one.
-    fn end<T>(self, written: PyResult<T>) -> PyResult<T> {
-        self.raised.map_or(written, Err)
     }
 
     /// Returns the next chunk as headers and vectors.

@@ -227,24 +227,39 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The exception that Python code raised during work of the Rust core.
+pub(crate) struct RaisedException(Mutex<Option<PyErr>>);
+
+impl RaisedException {
+    /// Keeps the exception of `done`, if it is one. Returns `message` as the error of the work then.
+    pub(crate) fn catch<T>(&self, done: PyResult<T>, message: &str) -> embcache::Result<T> {
+        done.map_err(|exception| {
+            *lock(&self.0) = Some(exception);
+            Kind::State.error(message)
+        })
+    }
+}
+
+/// Like [`detached`], for work that runs Python code. If that raised an exception, raises it.
+pub(crate) fn detached_with_python<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(&RaisedException) -> embcache::Result<T> + Send,
+) -> PyResult<T> {
+    let raised = RaisedException(Mutex::new(None));
+    let done = py.detach(|| work(&raised));
+    raised.0.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)?;
+    done.map_err(to_python)
+}
+
 /// Runs `work`, which may take long or wait for another process, without the GIL. Checks for signals repeatedly: an
 /// exception of a signal handler aborts the work.
 pub(crate) fn with_signal_checks<T: Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut (dyn FnMut() -> embcache::Result<()> + '_)) -> embcache::Result<T> + Send,
 ) -> PyResult<T> {
-    let mut raised = None;
-    let done = py.detach(|| {
-        let mut wait = || {
-            #[expect(clippy::redundant_closure_for_method_calls, reason = "the method alone is of one lifetime")]
-            let handled = Python::attach(|py| py.check_signals());
-            handled.map_err(|error| {
-                raised = Some(error);
-                Kind::State.error("a signal ended the work")
-            })
-        };
-        work(&mut wait)
-    });
-    raised.map_or(Ok(()), Err)?;
-    done.map_err(to_python)
+    detached_with_python(py, |raised| {
+        #[expect(clippy::redundant_closure_for_method_calls, reason = "the method alone is of one lifetime")]
+        let check = || Python::attach(|py| py.check_signals());
+        work(&mut || raised.catch(check(), "a signal ended the work"))
+    })
 }

@@ -63,14 +63,8 @@ pub(crate) fn table_dir(ssd_dir: PathBuf, module: &str, table: &str, rank: u32, 
 #[pyclass(frozen, name = "CommitDirectory", module = "torchrec_embcache._native")]
 pub(crate) struct PyCommitDirectory {
     inner: CommitDirectory,
-    engine: Arc<dyn IoEngine>,
-}
-
-impl PyCommitDirectory {
-    /// Returns an engine that works in the directory, even if its path is replaced.
-    pub(crate) fn engine(&self) -> Arc<dyn IoEngine> {
-        Arc::clone(&self.engine)
-    }
+    /// Works in the directory, even if its path is replaced.
+    pub(crate) engine: Arc<dyn IoEngine>,
 }
 
 #[pymethods]

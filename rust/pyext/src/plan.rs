@@ -22,10 +22,6 @@ pub(crate) struct PyPlan {
 }
 
 impl PyPlan {
-    pub(crate) fn new(plan: Plan) -> Self {
-        Self { inner: DetachedDrop::new(plan) }
-    }
-
     /// Returns the gradient sums of ids that were not admitted, computed by `work` from the output's gradient.
     fn oov_gradient_sums<'py>(
         &self,
@@ -307,6 +303,7 @@ impl PyLookup {
         let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
         let mode = mode.get().on(threads)?;
         let clicks = clicks.as_ref().map(|clicks| slice("clicks", clicks)).transpose()?.unwrap_or_default();
-        detached(py, || self.inner.plan(ids, splits, mode, clicks)).map(PyPlan::new)
+        detached(py, || self.inner.plan(ids, splits, mode, clicks))
+            .map(|plan| PyPlan { inner: DetachedDrop::new(plan) })
     }
 }

@@ -65,7 +65,7 @@ fn open_table(
     let table = Table::open_from(
         config,
         gather,
-        ssd_root.map_or_else(default_engine, |root| Ok(root.get().engine()))?,
+        ssd_root.map_or_else(default_engine, |root| Ok(Arc::clone(&root.get().engine)))?,
         source,
     )?;
     let counts = segments.into_iter().flat_map(|from| &from.counts);
