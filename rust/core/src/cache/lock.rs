@@ -568,7 +568,7 @@ impl TableInner {
             let mut guard = lock()?;
             guard.placement.set_copies(copies);
             let done = work(&mut guard);
-            copies = guard.placement.take_copies();
+            copies = std::mem::take(&mut guard.placement.copies);
             if done.is_ok() || !copies.has_pending_reads() {
                 if chosen.0.take().is_some() {
                     guard.placement.keep_leaving_on_device();

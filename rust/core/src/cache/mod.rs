@@ -10,8 +10,8 @@
 //! | --- | --- |
 //! | `changes` | rows that snapshots, exports and deltas need, tracked while rows move and change |
 //! | `placement` | the only code that moves rows, with their state bits and the counters |
-//! | `expiry` | the life of rows: admission, sweeps by the table's eviction rule, the clock |
-//! | `residency` | operations on rows that depend on both |
+//! | `expiry` | the rows and their life: admission, sweeps by the table's eviction rule, the clock |
+//! | `residency` | the other operations on rows, which depend on both |
 //! | `lock` | the locks around the placement, and their order |
 //! | `snapshot` | the single loop that passes on rows: exports, saves, deltas, snapshots |
 //! | `table` | the public table |

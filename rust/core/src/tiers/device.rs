@@ -99,11 +99,6 @@ impl DeviceTier {
         }
     }
 
-    /// Keeps all rows that were to leave.
-    pub(crate) fn keep_all_leaving(&mut self) {
-        self.take_leaving().into_iter().for_each(|slot| self.keep_victim(slot));
-    }
-
     /// Keeps a victim.
     pub(crate) fn keep_victim(&mut self, slot: CacheSlot) {
         self.slots.keep_victim(slot, self.id(slot));

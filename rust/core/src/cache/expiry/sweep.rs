@@ -449,7 +449,7 @@ impl Residency {
         let (evicted, progress, undelivered) = (
             self.placement.counts.expired(),
             self.lifecycle.sweep.is_some() || !self.lifecycle.deferred.is_empty(),
-            self.placement.undelivered_rows(),
+            self.placement.notifier.as_ref().map_or(0, |notifier| notifier.queue.rows() as u64),
         );
         let is_wanted = self.placement.context.config.eviction.is_some() || self.placement.has_notifier();
         is_wanted.then(|| EvictionStats {

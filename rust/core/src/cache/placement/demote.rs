@@ -253,7 +253,7 @@ impl Placement {
     /// Keeps the victims of the device tier that were to leave once they are read.
     pub(crate) fn keep_leaving_on_device(&mut self) {
         if let Some(tier) = &mut self.device {
-            tier.keep_all_leaving();
+            tier.take_leaving().into_iter().for_each(|slot| tier.keep_victim(slot));
         }
     }
 

@@ -104,11 +104,6 @@ impl Placement {
         self.traffic.device.read_bytes += std::mem::take(&mut self.copies.uncounted_bytes);
     }
 
-    /// Ends the operation.
-    pub(crate) fn take_copies(&mut self) -> DeviceCopies {
-        std::mem::take(&mut self.copies)
-    }
-
     /// True if the error of an operation only requests reads from the device, after which the operation runs again.
     pub(crate) fn needs_device_reads(&self) -> bool {
         self.copies.has_pending_reads()

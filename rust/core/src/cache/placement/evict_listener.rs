@@ -16,7 +16,7 @@ use crate::types::CacheSlot;
 /// The queue of evicted rows of a table with a consumer.
 #[derive(Debug)]
 pub(crate) struct EvictionNotifier {
-    queue: Arc<EvictedQueue>,
+    pub(crate) queue: Arc<EvictedQueue>,
 }
 
 impl EvictionNotifier {
@@ -62,11 +62,6 @@ impl Placement {
     /// True if sweeps must not advance before batches, because the consumer of evicted rows does not keep up.
     pub(crate) fn is_notifier_full(&self) -> bool {
         self.notifier.as_ref().is_some_and(|notifier| notifier.queue.is_full())
-    }
-
-    /// Number of rows in the queue.
-    pub(crate) fn undelivered_rows(&self) -> u64 {
-        self.notifier.as_ref().map_or(0, |notifier| notifier.queue.rows() as u64)
     }
 
     /// Returns copies of rows of the host tier that are about to be evicted; none without a consumer.

@@ -66,7 +66,7 @@ pub(crate) struct Placement {
     pub(super) absent_reads: u64,
     pub(super) active_plans: ActivePlans,
     /// Copies of device rows for the operation that holds the table's lock.
-    copies: DeviceCopies,
+    pub(super) copies: DeviceCopies,
     /// Delivers evicted rows; `None` if there is no consumer.
     pub(super) notifier: Option<Box<EvictionNotifier>>,
     pub(super) changes: ChangeTracker,
@@ -126,11 +126,6 @@ impl Placement {
         self.device.is_none().then(|| self.host.arena())
     }
 
-    /// Number of slots that the device tensors must have. 0 without a device tier.
-    pub(crate) fn required_device_slots(&self) -> u32 {
-        self.device.as_ref().map_or(0, DeviceTier::required_slots)
-    }
-
     /// Allocates memory for `rows` more rows, as far as they fit the host budget.
     pub(crate) fn reserve(&mut self, rows: u64) -> Result<()> {
         self.host.reserve(rows.min(self.host.free_rows()) as usize)
@@ -148,11 +143,6 @@ impl Placement {
         if self.device.is_some() { past } else { (past + self.host.rows_past_budget()).min(slots.len() as u32) }
     }
 
-    /// Counts a placed plan that has this many rows beyond the budget.
-    pub(crate) fn count_overflow(&mut self, rows: u32) {
-        self.traffic.overflow_plans += u64::from(rows > 0);
-    }
-
     /// Replaces slots of provisional rows with `NO_SLOT`, for an evaluation that reads zeros for missing ids. `slots`
     /// are slots of the tier that kernels run on, one per id of the plan: `[U]`.
     pub(crate) fn leave_out_provisional(&self, pins: &PlanPins, slots: &mut [CacheSlot]) {
@@ -168,11 +158,6 @@ impl Placement {
     #[inline]
     pub(crate) fn is_provisional(slots: &SlotMap, slot: CacheSlot) -> bool {
         slot != NO_SLOT && slots.state(slot).has(RowState::PROVISIONAL)
-    }
-
-    /// Counts the time that a plan has waited for the SSD tier.
-    pub(crate) fn record_ssd_wait(&mut self, nanoseconds: u64) {
-        self.traffic.ssd_time_ns += nanoseconds;
     }
 
     pub(crate) fn admission_stats(&self, admitter: &RowAdmitter) -> AdmissionStats {

@@ -9,6 +9,7 @@ use crate::cache::plan_lock::{PlanGuard, PlanLock};
 use crate::error::{Kind, Result};
 use crate::runtime::sync::{Mutex, MutexGuard, lock};
 use crate::ssd::FetchBatch;
+use crate::tiers::DeviceTier;
 use crate::types::{CacheSlot, Id};
 
 /// A planned batch. Its rows are pinned until the backward, `release`, or its drop.
@@ -209,7 +210,7 @@ impl Plan {
         let plan_guard = self.lock_plan()?;
         let state = state_after_wait(&plan_guard, "required_slots")?;
         let row_guards = state.tables[table].table.lock_any()?;
-        Ok(row_guards.placement.required_device_slots())
+        Ok(row_guards.placement.device.as_ref().map_or(0, DeviceTier::required_slots))
     }
 
     /// Returns, for each table, the approximate number of rows bound for its device tier, rarely exceeded. 0 for a

@@ -274,7 +274,7 @@ impl TablePlan {
             }
             locked.admit_rest(&mut self.pins, mode)?;
             self.overflow_rows = locked.placement.overflow_of(&self.pins);
-            locked.placement.count_overflow(self.overflow_rows);
+            locked.placement.traffic.overflow_plans += u64::from(self.overflow_rows > 0);
         }
         if !self.pins.loads.is_empty() {
             self.wait_for_loads()?;
@@ -335,7 +335,7 @@ impl TablePlan {
                 first_error.get_or_insert(error);
             }
             let now = Instant::now();
-            locked.placement.record_ssd_wait((now - counted_until).as_nanos() as u64);
+            locked.placement.traffic.ssd_time_ns += (now - counted_until).as_nanos() as u64;
             counted_until = now;
         }
         first_error.map_or(Ok(()), |error| Err(self.table.in_table(error)))
@@ -363,7 +363,7 @@ impl TablePlan {
         let mut locked = self.table.lock_any()?;
         locked.placement.promote(&mut self.pins);
         if rows.is_some() {
-            locked.placement.count_overflow(self.overflow_rows);
+            locked.placement.traffic.overflow_plans += u64::from(self.overflow_rows > 0);
         }
         Ok(())
     }

@@ -320,14 +320,6 @@ impl<'t> SlotSource<'t> {
         Ok(Self { table, version, start: begun, handed_over: 0, outdated: Vec::new() })
     }
 
-    pub(super) fn number(&self) -> u64 {
-        self.start.number
-    }
-
-    fn outdated_mut(&mut self) -> &mut Vec<Id> {
-        &mut self.outdated
-    }
-
     /// Returns a predicate for ids on SSD: true if the row was passed on from RAM.
     fn were_handed_over(&mut self) -> impl Fn(Id) -> bool + '_ {
         self.outdated.sort_unstable();
@@ -486,8 +478,8 @@ impl WalkSource for ModifiedSource<'_, '_> {
             return Ok(NextRows::End);
         }
         let (now, later) = self.slots.split_at(self.slots.len().min(most));
-        let (number, no_writes) = (self.export.number(), rows.no_kernel_writes());
-        let outdated = self.export.outdated_mut();
+        let (number, no_writes) = (self.export.start.number, rows.no_kernel_writes());
+        let outdated = &mut self.export.outdated;
         guard.placement.lend_modified(number, now, self.since, no_writes, outdated, &mut |rows| consumer.lend(rows))?;
         self.slots = later;
         Ok(NextRows::Lent)

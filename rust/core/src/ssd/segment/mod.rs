@@ -351,7 +351,7 @@ impl Segment {
 
     /// Queues a job with a block for the writers. Until it is done the bytes are found in the block.
     pub(crate) fn submit(self: &Arc<Self>, block: Arc<WriteBlock>, job: SegmentJob, workers: &SsdWorkers) {
-        self.unwritten.add_block(block);
+        lock(&self.unwritten.blocks).push(block);
         WriteBufferPool::of_process().begin_write();
         self.enqueue(job, workers);
     }
@@ -606,11 +606,6 @@ impl UnwrittenBlocks {
         } else {
             SegmentByteSource::Buffer
         }
-    }
-
-    /// Adds a block, in which its bytes are found.
-    fn add_block(&self, block: Arc<WriteBlock>) {
-        lock(&self.blocks).push(block);
     }
 
     /// Records that the first `bytes` of the segment are in the file.
