@@ -142,6 +142,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", RULES, ids=["ttl", "score", "norm", "all", "any"])
 def test_every_id_is_what_the_table_has_and_merged_chains_are_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rules: list[eviction.Rule]
@@ -218,6 +219,7 @@ def check_rewritten(
     assert Contents.of(loaded) == Contents.of(model.table)
 
 
+@pytest.mark.slow
 def test_counts_age_along_the_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The reported counts are those that the table would load, also if they are forgotten without being touched."""
     chain = Chain(tmp_path, admission=admission.Count(4, window_steps=10))

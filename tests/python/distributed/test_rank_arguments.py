@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,6 +19,8 @@ from torchrec_embcache.integrations import megatron
 from torchrec_embcache.model._state_dict import TableState
 from torchrec_embcache.serialize import BlockSaver
 from torchrec_models import ROW_WISE, Model, batches, sharded, train
+
+pytestmark = pytest.mark.slow
 
 Call = Callable[[nn.Module, int, str], object]
 STATE = {"x": torch.ones(2)}

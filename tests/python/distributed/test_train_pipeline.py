@@ -71,6 +71,7 @@ def test_a_pipeline_gives_the_bits_of_the_plain_loop(two_ranks, kind, lookahead)
         assert count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "lookahead"), [("base", 0), ("sparse", 0), ("ahead", 1), ("ahead", 5)])
 @pytest.mark.parametrize(
     "options",

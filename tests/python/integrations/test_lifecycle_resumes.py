@@ -22,7 +22,7 @@ from torchrec_models import ROW_WISE, Settings, assert_same_rows, batches, rows_
 
 __all__ = ["path"]  # fixtures
 
-pytestmark = LIGHTNING_WARNINGS
+pytestmark = [*LIGHTNING_WARNINGS, pytest.mark.slow]
 BEGIN = 1_700_000_030
 SHARED = {"admission": admission.Count(4), "not_admitted": "oov"}
 

@@ -468,6 +468,7 @@ def _save_and_load(rank: int, world: int, where: str, asynchronous: bool) -> Non
     check_loaded(other, loaded, rank, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_two_ranks_save_and_one_or_two_load(two_ranks: World, asynchronous: bool, path: Path) -> None:
     two_ranks.run(_save_and_load, str(path), asynchronous)

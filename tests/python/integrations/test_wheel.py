@@ -83,6 +83,7 @@ def sdist(built: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_a_wheel_and_an_sdist_have_what_they_must_and_nothing_else(wheel: Path, sdist: Path) -> None:
     assert wheels.faults_of_wheel(wheel) == []
     assert wheels.faults_of_sdist(sdist) == []
@@ -96,6 +97,7 @@ def test_pypi_takes_both_and_the_wheel_runs_on_any_linux_of_its_tag(wheel: Path,
     assert tag.startswith("manylinux_2_")
 
 
+@pytest.mark.slow
 def test_a_wheel_trains_all_three_tiers_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
     # To install torch again would take minutes. A .pth file adds the folder with it. The .pth files in that folder are not read,
     # so the sources of the project, which one of them adds, are not there.
@@ -133,6 +135,7 @@ def changed(wheel: Path, folder: Path, *, without: str = "", **more: bytes) -> P
     return copy
 
 
+@pytest.mark.slow
 def test_what_is_missing_or_too_much_in_a_wheel_is_named(wheel: Path, tmp_path: Path) -> None:
     lacking = changed(wheel, tmp_path, without="torchrec_embcache/py.typed", tests__test_x=b"")
     assert wheels.faults_of_wheel(lacking) == [

@@ -86,6 +86,7 @@ class Pair:
             bag.table._native_table.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:table '[ab]'.* did not fit")
 @pytest.mark.parametrize("tiers", ["host", "ssd"])
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -194,6 +194,7 @@ def test_pipeline_with_forward_before_backward_matches_its_loop() -> None:
     assert pinned_rows(model) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a linear layer has other bits on a GPU than on a CPU")
 @pytest.mark.parametrize("kind", ["sparse", "ahead 5"])
 def test_a_pipeline_over_tritons_kernels_has_the_bits_of_the_cores(
@@ -257,6 +258,7 @@ class NumbersAskedFor(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_step_asks_no_tensor_for_a_number(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
@@ -403,6 +405,7 @@ def both_evaluate(models: list[nn.Module], batch: Batch) -> None:
         model.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_calls_between_steps_find_the_rows_of_the_plain_loop(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)

@@ -66,6 +66,7 @@ def kernels(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 def test_concurrent_reads_exports_and_flushes_see_whole_rows(kernels, life, tmp_path):
     is_slow = kernels == "triton" and DEVICE.type == "cpu"  # a step in Triton's interpreter takes long

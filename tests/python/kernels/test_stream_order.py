@@ -46,6 +46,7 @@ def test_no_program_of_three_operations_on_three_streams_has_a_race(first):
         assert not races(program, StreamOrder()), program
 
 
+@pytest.mark.slow
 def test_no_program_of_twelve_operations_that_was_drawn_has_a_race():
     dice = random.Random(5)
     for _ in range(10_000):
@@ -187,6 +188,7 @@ def make_bag():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "ahead"])
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

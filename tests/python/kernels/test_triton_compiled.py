@@ -61,6 +61,7 @@ def place(facts):
     return facts["kernel"], f"sm_{facts['generation']}", facts["dim"], "ragged" if facts["ragged"] else "", str(flags)
 
 
+@pytest.mark.slow
 def test_every_combination_of_flags_that_is_launched_is_compiled(launches):
     flags = {
         **dict.fromkeys((*OPTIMIZERS, "gradient_sums"), ("POOLED", "SCALED")),

@@ -114,6 +114,7 @@ def bags_of(count):
     return st.lists(bag, min_size=count, max_size=count)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batches=st.lists(st.integers(0, 3).flatmap(lambda bags: bags_of(4 * bags)), min_size=1, max_size=2),
@@ -135,6 +136,7 @@ def test_any_batches_of_several_tables_have_the_bits_of_the_core(batches, mean, 
     equal_on_each(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [255, 256, 257, 600])
 def test_an_id_with_hundreds_of_occurrences_has_the_bits_of_the_core(count):
     """Its gradients are summed by parts, whose sums are then summed."""
@@ -283,6 +285,7 @@ WIDTHS = [
 WIDER = [1025, 2100]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "dim"), list(enumerate(WIDTHS)))
 def test_every_width_has_the_bits_of_the_core(number, dim):
     kinds = sorted(DECAYED)
@@ -299,6 +302,7 @@ def test_every_width_has_the_bits_of_the_core(number, dim):
     equal_on_each(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(DECAYED))
 @pytest.mark.parametrize("dim", [1, 3, 16, 33, 64, 128, 300, *WIDER])
 def test_optimizers_match_the_core_bit_for_bit_at_all_widths(kind, dim):
@@ -377,6 +381,7 @@ def test_sequences_with_a_frequent_id_have_the_bits_of_the_core(kind):
     equal_on_each(run)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_rows_that_move_between_all_tiers_have_the_bits_of_the_core(kind, tmp_path):
@@ -394,6 +399,7 @@ def test_rows_that_move_between_all_tiers_have_the_bits_of_the_core(kind, tmp_pa
     equal_on_each(run)
 
 
+@pytest.mark.slow
 def test_a_row_that_refused_ids_share_has_the_bits_of_the_core():
     from torchrec_embcache import admission
 

@@ -129,6 +129,7 @@ def test_levels_may_be_any_integers(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert of_the_core(caplog)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_levels_are_read_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python runs signal handlers in the code of loggers too. The interrupted call can be repeated."""
     table = opened(tmp_path)
@@ -178,6 +179,7 @@ def test_a_handler_may_use_the_table_and_log_and_ask_for_the_rest(tmp_path: Path
     assert set(seen) == {0}
 
 
+@pytest.mark.slow
 def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     table = opened(tmp_path)
     stuck, go_on = threading.Event(), threading.Event()

@@ -117,6 +117,7 @@ def test_a_fresh_collection_compiles_and_trains_the_same_bits(over, make):
     assert rows(compiled.collection) == rows(plain.collection) != {}
 
 
+@pytest.mark.slow
 def test_a_fresh_bag_compiles_and_trains_the_same_bits():
     with make_bag() as plain, make_bag() as compiled:
         run = torch.compile(compiled, backend="eager")

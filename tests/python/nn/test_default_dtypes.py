@@ -159,6 +159,7 @@ def test_calls_without_a_dtype_or_a_device_are_found() -> None:
     assert unnamed_defaults(source) == ["torch.empty(1, dtype=x)"]
 
 
+@pytest.mark.slow
 def test_tensors_are_made_with_a_dtype_and_a_device() -> None:
     """Torch's defaults are the user's."""
     found = {str(file.relative_to(PACKAGE)): unnamed_defaults(file.read_text()) for file in PACKAGE.rglob("*.py")}

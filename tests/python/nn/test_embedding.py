@@ -131,6 +131,7 @@ def reference_optimizer(spec, parameters):
     return name(parameters, **spec.param_group())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])

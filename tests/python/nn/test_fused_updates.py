@@ -78,6 +78,7 @@ def test_max_gradient_is_fbgemms_gradient_clipping(kind, mode, backend):
         torch.testing.assert_close(bag.read_rows(torch.arange(ROWS)).weights, reference.split_embedding_weights()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adam", "adamw", "partial_rowwise_adam", "lamb", "ftrl"])
 def test_max_gradient_clamps_what_reaches_the_output(kind, backend):
     """Compare with a clamp by a hook on the output, for optimizers that FBGEMM does not have on the CPU."""

@@ -47,6 +47,7 @@ def features_of(bags):
     return st.lists(st.lists(bag, min_size=bags, max_size=bags), min_size=3, max_size=3)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     features=st.integers(0, 3).flatmap(features_of),

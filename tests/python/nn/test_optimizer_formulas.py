@@ -80,6 +80,7 @@ def slots_at_birth(spec: Any) -> Slots:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [spec for specs in SPECS.values() for spec in specs], ids=str)
 def test_training_follows_the_formula_with_weights_and_slots(spec, backend):
     with make_bag(embedding_dim=DIM, mode="sum", optimizer=spec, **backend) as bag:
@@ -146,6 +147,7 @@ def test_lamb_moves_rows_of_zeros_and_leaves_rows_without_a_gradient(backend):
         torch.testing.assert_close(after, before - 0.5 * before.norm() / 5**0.5 * direction)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_dcp_restores_rows_and_slots_bit_for_bit(kind, tmp_path: Path, backend):
     batches = random_batches(6, 6, 90, seed=2)

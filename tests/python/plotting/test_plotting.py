@@ -323,6 +323,7 @@ def test_drawing_leaves_pyplot_and_the_settings_of_matplotlib_alone() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+@pytest.mark.slow
 def test_gaps_single_points_and_zeros_on_a_log_axis_are_drawn() -> None:
     nothing = (math.nan, math.nan, math.nan)
     lines = (Line("a", (0.0, 1.0, 2.0), (math.nan, 1.0, math.nan)), Line("b", (0.0, 1.0, 2.0), nothing, color=1))
@@ -348,6 +349,7 @@ def test_an_axis_begins_at_0_where_it_is_to() -> None:
 # ---- the command
 
 
+@pytest.mark.slow
 def test_the_command_writes_svg_and_png(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "curves.svg"
     assert main(["plot", str(folder / "traffic.json"), "-o", str(picture), "--dark"]) == 0

@@ -300,6 +300,7 @@ def test_one_forward_reads_one_version_in_all_modules(ckpt: Path) -> None:
         assert model(ids).unique().tolist() == [5.0], "a forward that failed has let its version go"
 
 
+@pytest.mark.slow
 def test_forwards_in_threads_read_one_version_each(ckpt: Path) -> None:
     saves = numbered(ckpt)
     next(saves)

@@ -102,6 +102,7 @@ def test_every_id_of_every_checkpoint_reads_what_the_ranks_had(ranks: int, reque
 # ---- one process that trains, and one that serves
 
 
+@pytest.mark.slow
 def test_random_chains_serve_every_version_whole_whatever_came_after(ckpt: Path) -> None:
     """Versions stay pinned over swaps, sweeps, tombstones, full saves and merged chains."""
     dice = random.Random(3)
@@ -236,6 +237,7 @@ def test_closing_does_not_wait_for_the_next_look(ckpt: Path) -> None:
     assert "embcache-follow" not in threads()
 
 
+@pytest.mark.slow
 def test_requests_in_threads_see_one_version_whole_while_versions_swap(ckpt: Path) -> None:
     """Each save gives every row of two tables its own number. No request may see two numbers."""
     count, ids = 40, list(range(300))

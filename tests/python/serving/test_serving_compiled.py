@@ -132,6 +132,7 @@ def tried(tables: serving.Tables) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_the_page_says_what_trials_gave(tables: serving.Tables) -> None:
     (said,) = re.findall(r"<!-- [^\n]*test_serving_compiled[^\n]* -->\n\n(.*?)\n\n", PAGE.read_text(), re.DOTALL)
     assert said == tried(tables)

@@ -61,6 +61,7 @@ def test_a_new_chain_waits_for_its_conversion_and_is_served_then(
         assert served(tables.pin(), [1]) == {1: [5.0] * 4}
 
 
+@pytest.mark.slow
 def test_requests_see_whole_rows_while_deltas_come(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, saver, _ = two_saves(ckpt)
     target = convert(capsys, ckpt, "fp16")

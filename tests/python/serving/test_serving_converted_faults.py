@@ -22,6 +22,8 @@ from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathErr
 from torchrec_models import IDS, MIXED, TABLES, Model, Settings, batches, rows_of, sharded, together
 from torchrec_models import train as train_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Path:

@@ -257,6 +257,7 @@ def test_lookups_go_on_while_large_checkpoints_are_opened_beside(ckpt: Path) -> 
 # ---- ends amid lookups
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads_take_turns_often")
 def test_tables_closed_during_lookups_give_rows_or_an_error(ckpt: Path) -> None:
     two_saves(ckpt)
@@ -291,6 +292,7 @@ def test_tables_closed_during_lookups_give_rows_or_an_error(ckpt: Path) -> None:
     assert "embcache-follow" not in threads()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads_take_turns_often")
 def test_version_released_during_lookups_gives_rows_or_an_error(ckpt: Path) -> None:
     two_saves(ckpt)
@@ -356,6 +358,7 @@ def test_a_version_that_is_let_go_amid_its_first_use_keeps_no_file(
 # ---- rollbacks
 
 
+@pytest.mark.slow
 def test_rollbacks_amid_looks_give_whole_published_versions(ckpt: Path) -> None:
     """Each save gives every row of two tables its own number. A version reads the number that was saved under its name."""
     ids = list(range(200))

@@ -78,6 +78,7 @@ def simulated(policy: CachePolicy, sizes: list[int], lookups: Ids, folder: Path)
     return ratios
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zipf", "scan", "drift"])
 def test_curves_of_a_sample_agree_with_simulations_of_every_lookup(name: str, tmp_path: Path) -> None:
     with bag_of(host="8MiB", on_full="evict") as bag:

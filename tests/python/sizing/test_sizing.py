@@ -62,6 +62,7 @@ def test_a_curve_gives_the_ratio_of_any_size():
     assert made.reads_at(100) == pytest.approx(0.375)
 
 
+@pytest.mark.slow
 def test_the_curve_of_a_zipf_distribution_agrees_with_draws_from_it():
     traffic = TableTraffic.assumed("item", rows=5_000, dim=4, ids_per_batch=500, exponent=0.9)
     shares = np.arange(1, 5_001) ** -0.9
@@ -206,6 +207,7 @@ def test_the_traffic_of_a_model_is_that_of_its_tables(tmp_path: Path):
     assert isinstance(advise(trained_model(), ram="8MiB"), BudgetAdvice)
 
 
+@pytest.mark.slow
 def test_traffic_that_cannot_be_written_leaves_the_file_of_before(small_disk: str):
     path = Path(small_disk) / "traffic.json"
     write_traffic([ITEM], path)

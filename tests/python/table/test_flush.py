@@ -290,6 +290,7 @@ def stop_at(patch, calls):
     return left
 
 
+@pytest.mark.slow
 def test_roots_agree_wherever_a_flush_of_a_model_is_cut_short(tmp_path, monkeypatch):
     states = {"old": 0, "new": 0}
     for calls in range(100):

@@ -70,6 +70,7 @@ def test_budgets_of_the_tests_move_rows_between_their_tiers(name, tmp_path):
             assert (stats.ssd.hits > 0) == small
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 @pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -123,6 +124,7 @@ def test_slots_travel_with_their_rows_for_every_optimizer(kind, tmp_path):
         assert trained(BATCHES, 2, optimizer=OPTIMIZERS[kind], tiers=tiers) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

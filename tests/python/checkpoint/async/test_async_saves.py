@@ -108,6 +108,7 @@ def test_checkpoint_is_the_state_at_the_call_and_deltas_follow(
     assert not list(root.rglob("*.preimages"))
 
 
+@pytest.mark.slow
 def test_rows_beyond_memory_are_spilled_until_they_are_written(root: Path, held: threading.Event) -> None:
     bag = make_bag(embedding_dim=512, tiers=beside_ram())
     ids = torch.arange(40_000)
@@ -286,6 +287,7 @@ def test_what_is_wrong_at_the_call_is_raised_there(root: Path) -> None:
     assert len([path for path in root.iterdir() if path.is_dir()]) == 1
 
 
+@pytest.mark.slow
 def test_progress_is_told_in_the_thread_and_can_end_the_save(root: Path) -> None:
     two = nn.ModuleDict({"a": make_bag(), "b": make_bag("other")})
     train(two["a"])  # type: ignore[arg-type]

@@ -21,6 +21,8 @@ from torchrec_embcache.exceptions import CorruptionError, PathError, StateError
 from torchrec_embcache.serialize import Loader
 from torchrec_embcache.serialize import Saver as BlockSaver
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["root"]  # the fixture
 
 BATCHES = random_batches(6, bags=8, ids=60, seed=9)

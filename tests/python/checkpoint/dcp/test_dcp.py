@@ -90,6 +90,7 @@ def test_tensors_are_cast_and_copied_into_any_strides(tmp_path: Path) -> None:
     assert torch.equal(loaded["wide"], wide.bfloat16())
 
 
+@pytest.mark.slow
 def test_each_save_to_one_path_replaces_the_one_before(tmp_path: Path) -> None:
     writer = EmbCacheStorageWriter(tmp_path / "ckpt")
     for salt in range(3):
@@ -111,6 +112,7 @@ def test_each_save_to_one_path_replaces_the_one_before(tmp_path: Path) -> None:
     assert [type(error) for error in causes(raised)] == [StateError]
 
 
+@pytest.mark.slow
 def test_cached_plans_save_what_is_in_the_state_now(tmp_path: Path) -> None:
     for cache in (
         "_cached_save_plan",
@@ -180,6 +182,7 @@ def check_staged(path: Path) -> None:
     assert sorted(loaded.contents()) == rows(1)
 
 
+@pytest.mark.slow
 def test_a_save_in_a_thread_is_the_state_at_the_call(tmp_path: Path) -> None:
     state, model = stageable(dense_state(1)), Model(salt=1)
     writer = EmbCacheStorageWriter(tmp_path / "ckpt", model)
@@ -363,6 +366,7 @@ def test_failed_save_leaves_only_the_previous_checkpoint(tmp_path: Path) -> None
     assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["prepare_global_plan", "write_data", "_publish"])
 def test_failed_async_save_removes_the_staged_tables(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,7 @@ def test_metadata_comes_back_as_it_was() -> None:
     assert metadata.planner_data["optimizer.state.1.step"] == ("optimizer", "state", 1, "step")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_any_change_is_refused_or_harmless(seed: int) -> None:
     rng = random.Random(seed)

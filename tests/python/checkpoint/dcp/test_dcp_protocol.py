@@ -291,6 +291,7 @@ def test_the_metadata_says_what_was_saved(tmp_path: Path) -> None:
     assert metadata.planner_data["b.c.0"] == ("b", "c", 0)
 
 
+@pytest.mark.slow
 def test_tables_staged_for_a_failed_save_are_not_in_the_next(tmp_path: Path) -> None:
     class Refused:
         def __deepcopy__(self, _memo: Any) -> "Refused":

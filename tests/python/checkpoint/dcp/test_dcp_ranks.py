@@ -395,6 +395,7 @@ def asynchronous(rank: int, size: int, path: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_ranks_save_asynchronously_while_training_goes_on(two_ranks: World, tmp_path: Path) -> None:
     two_ranks.run(asynchronous, str(tmp_path / "ckpt"))
 

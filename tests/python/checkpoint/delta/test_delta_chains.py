@@ -24,6 +24,7 @@ def train(bag: EmbCacheEmbeddingBag, ids: range) -> None:
     bag(torch.tensor(ids).view(-1, 4)).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ram", "ssd"])
 def test_full_table_that_drops_loaded_rows_starts_a_new_chain(kind: str, root: Path, tmp_path: Path) -> None:
     saved = make_bag(tiers=LARGE)
@@ -70,6 +71,7 @@ def test_unloadable_delta_is_saved_in_full_with_a_warning(root: Path, caplog: py
     assert rows(loaded) == rows(other)
 
 
+@pytest.mark.slow
 def test_rows_that_left_do_not_keep_a_save_from_being_a_delta(root: Path) -> None:
     bag = make_bag(eviction=eviction.Policy([eviction.Ttl(steps=3)]))
     for first in range(0, 80, 8):
@@ -103,6 +105,7 @@ def chain_of(bag: EmbCacheEmbeddingBag, root: Path, saves: int, ids: int, **how:
     return kinds, report.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["save", "save_async"])
 def test_every_nth_incremental_save_is_full(how: str, root: Path) -> None:
     bag = make_bag()
@@ -120,6 +123,7 @@ def test_every_nth_incremental_save_is_full(how: str, root: Path) -> None:
     assert len([entry for entry in root.iterdir() if entry.is_dir()]) == 1
 
 
+@pytest.mark.slow
 def test_chain_larger_than_its_base_ends_and_small_one_continues(root: Path, tmp_path: Path) -> None:
     bag = make_bag()
     train(bag, range(400))

@@ -27,6 +27,8 @@ from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import CapacityError
 from torchrec_embcache.model import CacheModule
 
+pytestmark = pytest.mark.slow
+
 # Each id has its weight, a number that floats represent exactly, and the step that trained it last.
 Rows = dict[int, tuple[float, int]]
 

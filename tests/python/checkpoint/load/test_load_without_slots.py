@@ -53,6 +53,7 @@ def assert_weights_without_slots(loaded: EmbCacheEmbeddingBag, saved: EmbCacheEm
     assert not any(slot.any() for slot in got.slots.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", OPTIMIZERS)
 @pytest.mark.parametrize("before", ["sgd", "rowwise_adagrad", "adam"])
 def test_weights_load_under_any_optimizer_with_new_slots(before, after, tmp_path, backend):

@@ -60,6 +60,7 @@ def tiered(tmp_path: Path, name: str, **budgets: Any) -> TierBudgets:
     return TierBudgets(ssd_dir=directory, ssd_bytes="16MiB", **budgets)
 
 
+@pytest.mark.slow
 def test_any_tiers_load_what_any_tiers_saved(tmp_path: Path, root: Path) -> None:
     small = "64KiB"
     tiers: list[Callable[[str], TierBudgets]] = [

@@ -15,6 +15,8 @@ from torchrec_embcache import optimizers
 from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.exceptions import MismatchError
 
+pytestmark = pytest.mark.slow
+
 Contents = dict[str, dict[int, tuple[Any, ...]]]
 SEEDS = int(os.environ.get("EMBCACHE_PYTHON_SEQUENCES", "3"))
 STEPS = 25

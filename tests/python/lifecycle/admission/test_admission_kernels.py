@@ -29,6 +29,7 @@ def bag(backend: dict[str, Any], **settings: Any) -> EmbCacheEmbeddingBag:
     )
 
 
+@pytest.mark.slow
 def test_ids_get_rows_when_a_dict_of_counts_says_so(backend):
     dice = random.Random(3)
     model = Expected(3, **backend)

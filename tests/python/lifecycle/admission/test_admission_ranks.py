@@ -101,6 +101,7 @@ def _goes_on(rank: int, world: int, door: str, path: str) -> tuple[Rows, list[in
     return rows_of(model), waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_ranks_continue_from_counts_of_other_ranks_async_save(
     two_ranks: World, three_ranks: World, tmp_path: Path, door: str

@@ -221,6 +221,7 @@ def test_async_save_has_counts_of_ids_that_expire_and_return(tmp_path: Path, hel
     expected.check(two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True], ids=["save", "save beside training"])
 def test_delta_never_mixes_bases_with_and_without_counts(tmp_path: Path, beside: bool) -> None:
     """Counts of ids that did not occur since would be missing, or those of ids that did would be old ones."""

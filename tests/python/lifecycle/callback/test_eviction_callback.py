@@ -47,6 +47,7 @@ class Hook:
             raise self.failures.pop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hook", "keep"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("lookahead", [0, 3])
@@ -438,6 +439,7 @@ def test_callback_error_on_one_rank_is_raised_on_both(two_ranks):
     assert other_said.endswith("raised ValueError: no store")
 
 
+@pytest.mark.slow
 def test_modules_with_a_hook_are_compiled_and_traced_and_copied():
     hook = Hook()
     table = dying(hook)

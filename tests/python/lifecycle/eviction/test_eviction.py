@@ -45,6 +45,7 @@ def abandoned(table: EmbCacheEmbedding, ids: list[int]) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("lookahead", [0, 2, 8])
 @pytest.mark.parametrize("tiers", ["ram", "ssd", "device"])

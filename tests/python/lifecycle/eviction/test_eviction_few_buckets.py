@@ -72,6 +72,7 @@ def life(rank: int, world: int, path: str, options: dict[str, Any], when: str) -
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buckets", [1, 2])
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("rule", RULES)

@@ -16,6 +16,8 @@ from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import MismatchError
 from torchrec_models import ROW_WISE, Model, Settings, assert_same_rows, batches, rows_of, sharded, together
 
+pytestmark = pytest.mark.slow
+
 SAVED, FLUSHED, END = 9, 12, 15
 
 

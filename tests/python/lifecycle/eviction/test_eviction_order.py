@@ -139,6 +139,7 @@ AT_SAVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["full", "delta", "async delta", "linked", "dcp", "compact", "blocks"])
 @pytest.mark.parametrize("name", AT_SAVES)
 def test_every_door_saves_what_a_sweep_leaves(tmp_path, name, door):
@@ -225,6 +226,7 @@ def one_rank(tmp_path):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listed", [1, 1 << 18])
 @pytest.mark.parametrize(
     ("policy", "calls"),

@@ -14,6 +14,7 @@ from torchrec_embcache.checkpoint import Saver
 from torchrec_embcache.eviction import Keep, Policy, Ttl
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_evict", [None, "keep"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("lookahead", [0, 3])

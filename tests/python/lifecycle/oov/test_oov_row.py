@@ -124,6 +124,7 @@ def test_sequences_of_rejected_ids_train_as_in_plain_torch(tmp_path, tiers, look
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_every_optimizer_trains_it_as_it_trains_a_row(backend, kind):
     dice = random.Random(3)
