@@ -114,7 +114,7 @@ def train(folder: Path, epochs: int, count: int) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    print(f"goes on from {newest}" if newest.exists() else f"starts anew in {folder}", flush=True)
+    print(f"continues from {newest}" if newest.exists() else f"starts in {folder}", flush=True)
     training = DataLoader(clicks(count, 1), batch_size=256)
     validation = DataLoader(clicks(4096, 2), batch_size=4096)
     trainer.fit(model, training, validation, ckpt_path=str(newest) if newest.exists() else None)

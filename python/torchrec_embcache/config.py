@@ -89,7 +89,7 @@ def parse_interval(field: str, value: object) -> int | float:
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     raise ConfigError(
-        f"{field}={value!r} is no interval: give a number of steps from 1, or a duration above 0 with s, min, h or d, such as "
+        f"{field}={value!r} is not an interval: give a number of steps from 1, or a duration above 0 with s, min, h or d, such as "
         '"10min"'
     )
 

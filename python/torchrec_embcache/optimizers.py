@@ -351,7 +351,7 @@ def check_saved_optimizer(table: str, optimizer: OptimizerSpec | None, saved: st
     raise MismatchError(
         f"table {table} has {mine}, and in the checkpoint rows have the slots of {_SAVED_NAMES.get(saved, saved)}: give it that "
         "optimizer to train on; to evaluate, or to fine-tune with another, load with slots=False, which takes the weights and "
-        "starts slots anew"
+        "resets the slots"
     )
 
 

@@ -196,7 +196,7 @@ def flush_at_exit() -> None:
             stacklevel=2,
         )
         return
-    _log.info("flushing %s, which nobody closed", _names(mine))
+    _log.info("flushing %s, which were not closed", _names(mine))
     try:
         flush_tables(mine, single_rank=True)
     except Exception as error:

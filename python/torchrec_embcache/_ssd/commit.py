@@ -210,6 +210,6 @@ def find_resume_commit(root: SsdRoot, table_dir: str, commit_ids: Sequence[int])
     if commit_id is None and commit_ids:
         raise StateError(
             f"{table_dir} holds only a flush of several tables that did not finish: load a checkpoint with Saver, or reopen with "
-            'TierBudgets(reopen="discard"), or with "auto", which starts anew where nothing can be resumed'
+            'TierBudgets(reopen="discard"), or with "auto", which starts with empty tables if nothing can be resumed'
         )
     return commit_id

@@ -132,7 +132,7 @@ def _check_other_shards(table: SsdTable, directory: str, *, remove: bool, log: b
     if later and log:
         what = "flush" if only_rank else "flush of all ranks (flush(model) or flush_every=)"
         _log.warning(
-            "%s in %s were left by runs with another number of ranks: nobody reads them, and ssd_bytes does not count them; the "
+            "%s in %s were left by runs with another number of ranks: they are not read, and ssd_bytes does not count them; the "
             "first %s of table %r removes them. To keep their rows end this run now, and bring them over by a checkpoint of Saver",
             ", ".join(later),
             parent,
@@ -141,7 +141,7 @@ def _check_other_shards(table: SsdTable, directory: str, *, remove: bool, log: b
         )
     if kept and log:
         _log.warning(
-            "%s in %s were left by runs with other ranks: nobody reads them, and ssd_bytes does not count them; their rows come "
+            "%s in %s were left by runs with other ranks: they are not read, and ssd_bytes does not count them; their rows come "
             "back by a checkpoint that Saver made; remove them by rm -r, or those of another number of ranks by "
             'TierBudgets(reopen="discard") or "auto"',
             ", ".join(kept),

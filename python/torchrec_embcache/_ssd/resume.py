@@ -59,7 +59,7 @@ def warn_of_lost_state(table: SsdTable, state: ResumeState) -> None:
         and table.commit_ids()[0] == state.commit_id
     ):
         warnings.warn(
-            f"table {table.name!r} goes on from its last flush. Files of the flush before in {table.directory} are damaged or "
+            f"table {table.name!r} resumes its last flush. Files of the flush before in {table.directory} are damaged or "
             "missing, and it was dropped: check the disk",
             EmbCacheWarning,
             stacklevel=4,

@@ -76,7 +76,7 @@ def _add_rewrite_commands(command: AddCommand, checkpoint: str) -> None:
         "merge the newest checkpoint and all it builds on into a full one",
         lambda a: compact(a.path, a.keep, counters=not a.no_counters),
     )
-    made.add_argument("path", help="a directory of checkpoints; a run that saves there goes on from the merged one")
+    made.add_argument("path", help="a directory of checkpoints; a run that saves there continues from the merged one")
     made.add_argument("--keep", type=int, default=1, metavar="N", help="checkpoints that stay, the merged one included")
     made.add_argument("--no-counters", action="store_true", help=no_counters)
 
@@ -233,7 +233,7 @@ def _parse_row_id(text: str) -> int:
     try:
         row_id = int(text, 0)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
     if not -(1 << 63) <= row_id < 1 << 64:
         raise argparse.ArgumentTypeError(f"{text} does not fit 64 bits")
     return row_id

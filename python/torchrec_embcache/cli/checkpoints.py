@@ -297,13 +297,15 @@ def verify(path: str) -> CommandReport:
     lines = ["whole" if whole else "DAMAGED"]
     if dense is not None:
         data["dense"] = dense
-        lines.insert(0, f"{dense['bytes']} bytes beside the tables: {dense['error'] or 'whole'}")
+        lines.insert(
+            0, f"{dense['bytes']} bytes of tensors and objects outside the tables: {dense['error'] or 'whole'}"
+        )
     if index is not None:
         data["index"] = index
         lines.insert(0, f"the index for servers: {index['error'] or 'whole'}")
         if index["error"]:
             file = os.path.join(opened.root, opened.name, "serve.idx")
-            notes.append(f"remove {file}: servers, or `embcache index`, make it anew")
+            notes.append(f"remove {file}: servers, or `embcache index`, build it again")
     return CommandReport(data, [grid], lines, 0 if whole else EXIT_FOUND, notes=notes)
 
 
@@ -326,7 +328,7 @@ def reshard(source: str, target: str, world_size: int, *, counters: bool = True)
     published = opened.rows.reshard(directory, secrets.randbits(64), world_size, counters=counters)
     name, left = published.id.name, list(published.cleanup_errors)
     if opened.manifest.get("dense") is not None:
-        left.append("the tensors and objects beside the tables, which DCP saved, are not in it")
+        left.append("it does not contain the tensors and objects outside the tables that DCP saved")
     data = {"source": opened.root, "target": root, "checkpoint": name, "ranks": world_size}
     return CommandReport(data, lines=[f"{name} in {root}: {world_size} ranks"], notes=left)
 

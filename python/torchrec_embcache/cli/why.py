@@ -242,7 +242,7 @@ def _count_events(link: _HistoryEntry, before: _HistoryEntry, between: str) -> l
         return [] if link.has_tombstone else [_IdEvent("forgotten", forgotten)]
     grown = [link.count[name] - before.count[name] for name in ("shows", "clicks")]
     if min(grown) < 0:
-        return [_IdEvent("forgotten", forgotten), _IdEvent("counted", f"it was counted anew {between}")]
+        return [_IdEvent("forgotten", forgotten), _IdEvent("counted", f"its count started again {between}")]
     return [_IdEvent("counted", f"it was counted {between}")] if max(grown) > 0 else []
 
 

@@ -23,7 +23,7 @@ def find_by_name(name: object, pairs: Collection[TablePath], field: str, where: 
     if len(found) == 1:
         return found[0]
     listed = ", ".join(sorted(display_name(pair) for pair in (found or pairs)))
-    problem = f"names several tables of {where}" if found else f"is no table of {where}"
+    problem = f"names several tables of {where}" if found else f"is not a table of {where}"
     raise InputError(f"{field}: {name!r} {problem}: give one of {listed}")
 
 

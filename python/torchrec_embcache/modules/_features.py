@@ -34,7 +34,7 @@ def check_features(
         features = maybe_td_to_kjt(features, None)
     if not isinstance(features, KeyedJaggedTensor):
         raise InputError(
-            f"{owner}: features={type(features).__name__} is no batch of features: give a KeyedJaggedTensor"
+            f"{owner}: features={type(features).__name__} is not a batch of features: give a KeyedJaggedTensor"
         )
     keys = features.keys()
     present = set(keys)

@@ -163,7 +163,7 @@ def _check_config(config: CacheConfig) -> None:
     _check_features(table, config.feature_names)
     if config.init_fn is not None:
         raise UnsupportedError(
-            f"{table}init_fn={config.init_fn!r} is not supported: rows are born one by one, long after the module is made; "
+            f"{table}init_fn={config.init_fn!r} is not supported: rows are initialized one by one, after the module is created; "
             "give initializer= (torchrec_embcache.initializers)"
         )
     for name, only, why in _UNSUPPORTED:

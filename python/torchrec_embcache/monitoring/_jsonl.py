@@ -108,7 +108,7 @@ def sample_from_line(line: str) -> Sample:
             raise ValueError(f"time {time} or step {step!r} is none")
         return Sample(time, step, tuple(tables))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise InputError(f"this is no sample of JsonlLogger: {line[:80]!r} ({error})") from error
+        raise InputError(f"this is not a sample of JsonlLogger: {line[:80]!r} ({error})") from error
 
 
 def _to_json_value(value: MetricValue) -> Any:
@@ -129,7 +129,7 @@ def _from_json_value(value: Any) -> MetricValue:
         return _check_counter(value)
     if isinstance(value, float) and math.isfinite(value):
         return value
-    raise TypeError(f"{value!r} is no value")
+    raise TypeError(f"{value!r} is not a JSON value")
 
 
 def _check_counter(value: Any) -> int:

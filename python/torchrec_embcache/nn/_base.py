@@ -304,7 +304,7 @@ def _width_of(kind: type[TableModule], weights: ValuesLike | None) -> int:
     try:
         shape = np.shape(weights)
     except ValueError as cause:
-        raise InputError(f"weights is no array of numbers: {cause}") from cause
+        raise InputError(f"weights is not an array of numbers: {cause}") from cause
     if len(shape) != 2:
         raise InputError(f"weights has shape {list(shape)}: give [n, D], a row for each id")
     return int(shape[1])

@@ -84,7 +84,7 @@ def _read_text(path: str) -> str:
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise CorruptionError(f"{path}: {_EXPECTED}, found bytes that are no text") from error
+        raise CorruptionError(f"{path}: {_EXPECTED}, found bytes that are not text") from error
 
 
 def _is_traffic(text: str) -> bool:
@@ -112,4 +112,4 @@ def _read_samples(path: str, text: str) -> Iterator[Sample]:
     if cut == len(lines):
         raise CorruptionError(f"{path}: {_EXPECTED}, found {text[:80]!r}")
     if cut:
-        _log.warning("%s: %d of %d lines are no whole samples, and are left out", path, cut, len(lines))
+        _log.warning("%s: %d of %d lines are incomplete samples, and are left out", path, cut, len(lines))

@@ -219,7 +219,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
     if at is not None and follow is not None:
         raise ConfigError(f"at={at!r} serves one checkpoint, and follow= the newest: give one of them")
     if at is not None and not (isinstance(at, str) or (type(at) is int and at >= 0)):
-        raise ConfigError(f"at={at!r} is no checkpoint: give its name, as '0000000007-...', or its number")
+        raise ConfigError(f"at={at!r} is not a checkpoint: give its name, as '0000000007-...', or its number")
     settings: dict[str, Any] = {"preload": preload, "verify": verify}
     for name, value in settings.items():
         if not isinstance(value, bool):

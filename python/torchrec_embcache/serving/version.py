@@ -90,7 +90,7 @@ class _VersionHandle:
         """Returns the version. Raises `StateError` if it is unpinned."""
         native = self.native  # another thread may unpin it
         if native is None:
-            raise StateError(f"version {self.name} was let go: pin one anew by Tables.pin()")
+            raise StateError(f"version {self.name} was unpinned: pin a version again with Tables.pin()")
         return native
 
 
@@ -240,7 +240,7 @@ class Table:
     def _ready(self) -> _native.ServedTable:
         if self._handle.native is None:
             raise StateError(
-                f"table {self.name!r} is of version {self._handle.name}, which was let go: pin a version anew"
+                f"table {self.name!r} is of version {self._handle.name}, which was unpinned: pin a version again"
             )
         return self._native
 
@@ -347,7 +347,7 @@ class Version(CloseOnExitMixin):
         raise _copy_error(self.name)
 
     def __repr__(self) -> str:
-        return f"Version({self.name!r}{'' if self.is_pinned else ', let go'})"
+        return f"Version({self.name!r}{'' if self.is_pinned else ', unpinned'})"
 
 
 def _copy_error(name: str) -> StateError:

@@ -303,11 +303,11 @@ class EvictionNotifier:
         _notified_tables.pop(self, None)
         lost = sum(len(source.queue) for source in self._sources) if self._callback is None else 0
         if lost:
-            _log.warning("table %r was dropped with %d evicted rows that nobody has drained", self._table, lost)
+            _log.warning("table %r was dropped with %d evicted rows that were not drained", self._table, lost)
 
     def __del__(self) -> None:
         for error in getattr(self, "_errors", ()) if getattr(self, "_pid", None) == os.getpid() else ():
-            _log.warning("table %r is gone, and nobody was told that %s", self._table, error)
+            _log.warning("table %r was freed with an unreported error: %s", self._table, error)
 
 
 def _run_notifier(source: _EvictedSource, ref: _NotifierRef, previous: threading.Thread | None) -> None:
@@ -365,7 +365,7 @@ def _notify_at_exit() -> None:
         _warn("the process was interrupted at its end, and evicted rows are lost that on_evict was not given")
     for teller, _ in tellers:
         for said in teller.take_errors():
-            _warn(f"the process ends, and nobody was told that {said}")
+            _warn(f"the process ends with an unreported error: {said}")
 
 
 def _warn(message: str) -> None:

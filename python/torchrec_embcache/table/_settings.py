@@ -170,7 +170,7 @@ class TableSettings:
         )
         begin, end = self.buckets if self.buckets is not None else bucket_range(rank, ranks, total)
         if not 0 <= begin <= end <= total:
-            raise ConfigError(f"buckets={self.buckets!r} is no range of the {total} buckets: give (begin, end)")
+            raise ConfigError(f"buckets={self.buckets!r} is not a range of the {total} buckets: give (begin, end)")
         if self.is_sharded is None:
             checked["is_sharded"] = ranks > 1 and (self.buckets is None or (begin, end) != (0, total))
         if not isinstance(self.tiers, TierBudgets):

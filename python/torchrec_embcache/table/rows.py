@@ -216,7 +216,7 @@ def as_array(field: str, value: object) -> NDArray[Any]:
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, OverflowError) as cause:
-        raise InputError(f"{field} is no array of numbers: {cause}") from cause
+        raise InputError(f"{field} is not an array of numbers: {cause}") from cause
     if array.dtype.kind in "OUSV":
         raise InputError(f"{field} is a {type(value).__name__} of {array.dtype}: give numbers")
     return array

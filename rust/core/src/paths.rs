@@ -577,7 +577,7 @@ fn walk(path: &Path, rules: PathRules, user_path: &Path) -> Result<WalkedDir> {
                 } else {
                     "check the path".into()
                 };
-                let why = format!("is missing: there is no directory {}: {cure}", current.display());
+                let why = format!("is missing: there is not a directory {}: {cure}", current.display());
                 return Err(path_error(user_path, rules.field, &why));
             }
             found => found,
@@ -594,7 +594,7 @@ fn walk(path: &Path, rules: PathRules, user_path: &Path) -> Result<WalkedDir> {
                 return Err(path_error(
                     user_path,
                     rules.field,
-                    &format!("is no directory: {} is a file: give another path", current.display()),
+                    &format!("is not a directory: {} is a file: give another path", current.display()),
                 ));
             }
         }
@@ -668,7 +668,7 @@ fn resolve(user_path: &Path, rules: PathRules) -> Result<PathBuf> {
                 return Err(path_error(
                     user_path,
                     rules.field,
-                    &format!("is no directory: {} is a file: give another path", current.display()),
+                    &format!("is not a directory: {} is a file: give another path", current.display()),
                 ));
             }
         }

@@ -25,7 +25,7 @@ use crate::settings::{missing_read_from, value_named};
 /// Converts a number of seconds to a duration. `name` is its name in the error.
 fn seconds(name: &str, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds).map_err(|_| {
-        to_python(Kind::Config.error(format!("{name}={seconds} is no duration: give seconds from 0 to 2^64")))
+        to_python(Kind::Config.error(format!("{name}={seconds} is not a duration: give seconds from 0 to 2^64")))
     })
 }
 

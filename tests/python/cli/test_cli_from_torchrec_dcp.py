@@ -146,9 +146,9 @@ def _place(metadata: Metadata) -> Any:
     ("edit", "words"),
     [
         (lambda m: m.storage_data.clear(), "a location for each chunk"),
-        (lambda m: _entry(m).chunks.append(_entry(m).chunks[0]), "chunks beside each other"),
+        (lambda m: _entry(m).chunks.append(_entry(m).chunks[0]), "adjacent chunks"),
         (lambda m: setattr(_entry(m), "size", torch.Size([4, 2])), "chunks with all 8 numbers"),
-        (lambda m: setattr(_entry(m), "size", torch.Size([2, 2])), "chunks beside each other"),
+        (lambda m: setattr(_entry(m), "size", torch.Size([2, 2])), "adjacent chunks"),
         (lambda m: setattr(_entry(m), "size", (1 << 60, 2)), "non-negative integers"),
         (lambda m: setattr(_entry(m), "chunks", None), "Metadata"),
         (lambda m: setattr(_place(m), "relative_path", "../ckpt/__0_0.distcp"), "a name in the directory"),

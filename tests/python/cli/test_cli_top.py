@@ -87,7 +87,7 @@ def test_an_endpoint_may_be_named_in_short(given: str, bag: EmbCacheEmbeddingBag
 
 @pytest.mark.parametrize("given", ["file:///etc/passwd", "ftp://127.0.0.1/metrics"])
 def test_other_urls_are_refused(given: str) -> None:
-    with pytest.raises(InputError, match="is no address of metrics"):
+    with pytest.raises(InputError, match="is not an address of metrics"):
         open_source(given)
 
 
@@ -138,7 +138,7 @@ def test_what_is_no_endpoint_and_no_file_of_samples_is_a_typed_error(tmp_path: P
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        with pytest.raises(CorruptionError, match="is no endpoint of PrometheusExporter"):
+        with pytest.raises(CorruptionError, match="is not an endpoint of PrometheusExporter"):
             open_source(f"127.0.0.1:{server.server_port}").read()
     finally:
         server.shutdown()
@@ -147,7 +147,7 @@ def test_what_is_no_endpoint_and_no_file_of_samples_is_a_typed_error(tmp_path: P
     path = tmp_path / "other.jsonl"
     for text in ('{"loss": 1}\n', "step,loss\n1,2\n", "[]\n"):
         path.write_text(text)
-        with pytest.raises(CorruptionError, match="is no sample of JsonlLogger"):
+        with pytest.raises(CorruptionError, match="is not a sample of JsonlLogger"):
             open_source(str(path)).read()
     path.write_text("")
     assert open_source(str(path)).read() == {}

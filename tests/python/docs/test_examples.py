@@ -209,8 +209,8 @@ def test_lightning_example_resumes_bit_for_bit(tmp_path: Path) -> None:
     first = run(*program, "--epochs", 1, cwd=tmp_path)
     second = run(*program, "--epochs", 2, cwd=tmp_path)
     whole = run(*program, "--epochs", 2, "--folder", "whole", cwd=tmp_path)
-    assert "starts anew in" in first
-    assert "goes on from lightning_rows/newest.ckpt" in second
+    assert "starts in" in first
+    assert "continues from lightning_rows/newest.ckpt" in second
     last = [said.splitlines()[-1] for said in (first, second, whole)]
     assert last[1] == last[2] != last[0]
     assert last[1].startswith("epoch 2: loss of new clicks 0.")

@@ -253,7 +253,7 @@ def test_a_pretrained_table_that_cannot_be_made_says_why_and_is_closed(tmp_path:
         make([1], [[1.0]], name="item", tiers=tiers, freeze=False)
     with pytest.raises(InputError, match=r"weights has shape \[2\]"):
         make([1, 2], [1.0, 2.0], name="item", tiers=tiers)
-    with pytest.raises(InputError, match="no array"):
+    with pytest.raises(InputError, match="not an array"):
         make([1, 2], [[1.0], [2.0, 3.0]], name="item", tiers=tiers)
     with pytest.raises(InputError, match="twice"):
         make([1, 1], [[1.0], [2.0]], name="item", tiers=tiers)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit", "ignore
 
 
 def on_ssd(root: str | Path) -> Any:
-    """A table that goes on from its last flush, if there is one. Most of its rows are on SSD."""
+    """A table that resumes its last flush, if there is one. Most of its rows are on SSD."""
     return counting(tiers=ssd_tiers(Path(root, "ssd"), host_bytes="2KiB", reopen="resume"))
 
 

@@ -163,9 +163,9 @@ def test_a_version_that_was_let_go_refuses_use(ckpt: Path) -> None:
             item = version["item"]
             assert item.lookup([3])[0, 0] == 3.0
         for use in (lambda: item.lookup([3]), lambda: item.lookup_pooled([3], [0, 1]), lambda: version["item"]):
-            with pytest.raises(StateError, match="let go"):
+            with pytest.raises(StateError, match="unpinned"):
                 use()
-        with pytest.raises(StateError, match="let go"), version:
+        with pytest.raises(StateError, match="unpinned"), version:
             pass
         kept = tables.pin()
     assert value_of(kept) == 1.0, "a pin outlives the tables"
@@ -175,7 +175,7 @@ def test_a_version_that_was_let_go_refuses_use(ckpt: Path) -> None:
     tables.close()
     kept.close()
     assert repr(tables).endswith(", closed)")
-    assert repr(kept).endswith(", let go)")
+    assert repr(kept).endswith(", unpinned)")
 
 
 def test_versions_that_nobody_pins_go(ckpt: Path) -> None:

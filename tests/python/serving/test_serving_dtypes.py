@@ -158,7 +158,7 @@ def test_verify_holds_the_index_against_the_rows(ckpt: Path, capsys: pytest.Capt
     index.write_bytes(whole[:lines] + bytes([whole[lines] ^ 255]) + whole[lines + 1 :])
     said = command(capsys, "verify", ckpt, status=1)
     assert "is corrupted" in said
-    assert f"remove {index}: servers, or `embcache index`, make it anew" in said
+    assert f"remove {index}: servers, or `embcache index`, build it again" in said
     # One that is of another checkpoint is made anew by servers, and is no damage of this one.
     publish(table, saver, ckpt, 31.0)
     newest = (ckpt / "LATEST").read_text().split()[0]

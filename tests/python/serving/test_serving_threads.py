@@ -317,13 +317,13 @@ def test_version_released_during_lookups_gives_rows_or_an_error(ckpt: Path) -> N
                 with version:
                     return "a version that was let go was entered"
 
-            users = Users([of_name, of_all, of_table, of_with], ROWS, "let go")
+            users = Users([of_name, of_all, of_table, of_with], ROWS, "unpinned")
             users.wait_for(turn % 7)
             version.close()
             users.join()
-            with pytest.raises(StateError, match="let go"):
+            with pytest.raises(StateError, match="unpinned"):
                 version.tables[0].lookup(IDS)
-            with pytest.raises(StateError, match="let go"):
+            with pytest.raises(StateError, match="unpinned"):
                 version["item"].lookup(IDS)
         assert tables.stats().versions == 1
         assert value_of(tables.pin()) == 1.0
@@ -351,7 +351,7 @@ def test_a_version_that_is_let_go_amid_its_first_use_keeps_no_file(
             use(version)
         assert mapped()
     assert not mapped()
-    with pytest.raises(StateError, match="let go"):
+    with pytest.raises(StateError, match="unpinned"):
         use(version)
 
 

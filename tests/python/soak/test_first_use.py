@@ -382,7 +382,7 @@ def test_paths_that_no_checkpoint_goes_to_are_refused_with_a_cure() -> None:
 
 def test_a_load_from_where_nothing_is_says_so_and_leaves_the_rows() -> None:
     model = trained()
-    with told(PathError, "there is no directory", "check the path"):
+    with told(PathError, "there is not a directory", "check the path"):
         Saver(rank=0).load(model, "checkpoint")
     os.mkdir("checkpoint", 0o750)
     with told(PathError, "there is no checkpoint in", "save one first"):

@@ -127,7 +127,7 @@ META = RowMetadata(count=torch.ones(1, dtype=torch.int64), last_step=ONE, score=
         (([1.5], torch.ones(1, 4)), "ids has dtype float64: give integers"),
         (([True], torch.ones(1, 4)), "ids has dtype bool: give integers"),
         (([1 << 64], torch.ones(1, 4)), "ids is"),
-        (([[1], [2, 3]], torch.ones(3, 4)), "ids is no array"),
+        (([[1], [2, 3]], torch.ones(3, 4)), "ids is not an array"),
         (({1}, torch.ones(1, 4)), "ids is a set"),
         ((torch.tensor([1.0]), torch.ones(1, 4)), "ids has dtype torch.float32"),
         ((torch.tensor([1, 1]), torch.ones(2, 4)), "id 1 is given twice"),

@@ -224,7 +224,7 @@ def _check_load_info(info: object, default: LoadInfo) -> LoadInfo:
             )
         if known and any(ID not in slots for slots in sources.values()):
             raise InputError(
-                f'filter_func dropped "id" of {to!r}: keep it beside the slots to load, or drop the whole entry'
+                f'filter_func dropped "id" of {to!r}: keep it with the slots to load, or drop the whole entry'
             )
         if not known and len(sources) > 1:
             raise InputError(f"filter_func returned {len(sources)} sources for the tensor {to!r}: it can have one")

@@ -76,7 +76,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
             raise PathError(f"{source} is not a directory")
         tables, skipped = layout.read(Path(source))
         if not tables:
-            raise InputError(f"{source} holds no table in the layout {from_layout}")
+            raise InputError(f"{source} has no table in the layout {from_layout}")
         tables = [_strip_model_key(table, settings.model_key) for table in tables]
         check_known_names("--rename", settings.rename, [table.name for table in tables], source)
         slots = [slot for table in tables for slot in (*table.slots, *table.unread)]

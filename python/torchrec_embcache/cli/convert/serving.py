@@ -44,7 +44,7 @@ def convert_to_serving(source: str, target: str, precision: str, keep: int) -> C
     made = OpenCheckpoint.open(CheckedPath(os.path.join(root, published.id.name)))
     notes = list(published.cleanup_errors)
     if opened.manifest.get("dense") is not None:
-        notes.append("the tensors and objects beside the tables, which DCP saved, are not in it")
+        notes.append("it does not contain the tensors and objects outside the tables that DCP saved")
     tables = [
         {field: table[field] for field in ("module", "table", "rows", "dim")} | {"precision": precision}
         for table in made.tables

@@ -250,7 +250,7 @@ def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[_Te
         )
         overlaps = any(_overlap(chunk, other) for other in chunks[:at])
         if not inside or overlaps:
-            raise _corruption_error(path, f"{name!r}", "chunks beside each other", f"{chunk.shape} at {chunk.begin}")
+            raise _corruption_error(path, f"{name!r}", "adjacent chunks", f"{chunk.shape} at {chunk.begin}")
         covered += math.prod(chunk.shape)
     if covered != math.prod(shape):
         raise _corruption_error(path, f"{name!r}", f"chunks with all {math.prod(shape)} numbers", covered)

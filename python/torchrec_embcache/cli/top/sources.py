@@ -57,7 +57,7 @@ def open_source(name: str) -> SampleSource:
         return PrometheusSource(name if address.path not in ("", "/") else urllib.parse.urljoin(name, "/metrics"))
     if "://" in name:
         raise InputError(
-            f"{name!r} is no address of metrics: give http://HOST:PORT, HOST:PORT, or a file of JsonlLogger"
+            f"{name!r} is not an address of metrics: give http://HOST:PORT, HOST:PORT, or a file of JsonlLogger"
         )
     host, colon, port = name.rpartition(":")
     if colon and port.isdecimal() and "/" not in name and not os.path.exists(name):
@@ -160,7 +160,7 @@ def parse_tables(text: str, source: str) -> list[TableSample]:
             else:
                 of_table[metric.path] = _parse_value(metric, labels, sample.value, of_table.get(metric.path))
     except (ValueError, KeyError) as error:
-        raise CorruptionError(f"{source} is no endpoint of PrometheusExporter: {error}") from error
+        raise CorruptionError(f"{source} is not an endpoint of PrometheusExporter: {error}") from error
     for (key, path), found in buckets.items():
         values[key][path] = _parse_histogram(found)
     return [TableSample(*key, of_table) for key, of_table in values.items()]

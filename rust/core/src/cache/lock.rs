@@ -116,7 +116,7 @@ impl TableInner {
         let mut guard = TableGuard::new(&self.poison, &self.context.lock_held, locked);
         if let Some(cause) = self.poison.cause() {
             return Err(Kind::State.error(format!(
-                "table {:?} cannot be used since {}: open the table again, to go on from its last flush, or load a checkpoint \
+                "table {:?} cannot be used since {}: open the table again, which resumes its last flush, or load a checkpoint \
                  into a new one",
                 self.config.name,
                 cause.description()

@@ -166,7 +166,7 @@ impl TableContext {
         threads: usize,
     ) {
         let floats = self.floats();
-        assert!(new_rows.windows(2).all(|pair| pair[0].1 < pair[1].1), "each row is born once");
+        assert!(new_rows.windows(2).all(|pair| pair[0].1 < pair[1].1), "each row is inserted once");
         assert!(new_rows.last().is_none_or(|&(_, row)| row < headers.len() && (row + 1) * floats <= vectors.len()));
         let (headers, vectors) = (DisjointPtr(headers.as_mut_ptr()), DisjointPtr(vectors.as_mut_ptr()));
         let address = |row: usize| RowAddress { header: headers.at(row), vector: vectors.at(row * floats) };

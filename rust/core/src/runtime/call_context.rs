@@ -65,7 +65,7 @@ pub fn off_main_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
         return work();
     }
     let pool = ASIDE.get(|| {
-        memory::check_system_memory("start a thread beside the main one", memory::THREAD_START_BYTES)?;
+        memory::check_system_memory("start a thread", memory::THREAD_START_BYTES)?;
         let builder = ThreadPoolBuilder::new().num_threads(1).thread_name(|_| "embcache-aside".into());
         builder.build().map_err(|error| Kind::Storage.error(format!("cannot start a thread: {error}")))
     });

@@ -110,7 +110,7 @@ pub fn check() -> Result<()> {
     if !SPENT.load(Ordering::Acquire) {
         return Ok(());
     }
-    restore_reserve().map_err(|e| Error::memory("go on", RESERVE_BYTES, &e))?;
+    restore_reserve().map_err(|e| Error::memory("continue", RESERVE_BYTES, &e))?;
     SPENT.store(false, Ordering::Release);
     Ok(())
 }

@@ -233,7 +233,7 @@ impl TableServer {
         }
         if latest.name.seq <= served.seq && !self.source.is_built_on(latest, served)? {
             return Err(Kind::Mismatch.error(format!(
-                "LATEST names {}, which is not after {served}, which is served: open the directory anew to serve it",
+                "LATEST names {}, which is not after {served}, which is served: open the directory again to serve it",
                 latest.name
             )).at(self.source.followed().path()));
         }

@@ -241,7 +241,7 @@ def test_tables_that_could_not_all_be_held_keep_nothing_for_a_delta(root: Path) 
         for name, bag in (("one", one), ("two", two))
     ]
     first = TableSnapshots(directory, begun.name, SingleRank(), both[1:], 3)
-    with pytest.raises(StateError, match="beside training"):
+    with pytest.raises(StateError, match="a save in the background"):
         TableSnapshots(directory, begun.name, SingleRank(), both, 4)
     for bag in (one, two):
         bag.import_rows(torch.tensor([7]), torch.ones(1, 4))

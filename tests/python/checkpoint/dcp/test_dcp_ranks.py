@@ -389,7 +389,7 @@ def asynchronous(rank: int, size: int, path: str) -> None:
     if rank == 1:
         held_back.snapshot_tables([_native.AsyncSaveTable("", model.tables["spread"]._native_table, {})], 9)
     future = dcp.async_save(state, storage_writer=writer, process_group=group)
-    with pytest.raises(CheckpointException, match="is being saved beside training"):
+    with pytest.raises(CheckpointException, match="has a save in the background"):
         future.result()
     held_back.abandon()
     dist.barrier()

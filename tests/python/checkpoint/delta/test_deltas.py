@@ -318,7 +318,7 @@ def test_what_was_loaded_under_another_name_is_saved_in_full_and_loads(root: Pat
     ("arguments", "words"),
     [
         ({"tables": "one"}, "collection"),
-        ({"tables": ["none"]}, "'none' is no table of the model: give one of a/one, b/one"),
+        ({"tables": ["none"]}, "'none' is not a table of the model: give one of a/one, b/one"),
         ({"tables": ["one"]}, "several tables"),
         ({"rename": {"none": "a/one"}}, "the checkpoint"),
         ({"rename": {"a/one": "c/one"}}, "the model"),

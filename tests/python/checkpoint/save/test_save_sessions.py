@@ -52,7 +52,7 @@ def modules_that_call(names: set[str]) -> set[str]:
 
 def test_only_the_sessions_begin_saves_and_loads_in_the_core() -> None:
     called = modules_that_call(BEGINS)
-    # `verify` reads the bytes beside the tables without a load.
+    # `verify` reads the bytes of tensors and objects outside the tables without a load.
     assert {
         path for path in called if not path.startswith("checkpoint/_") and path != "checkpoint/recis/_session.py"
     } == {"cli/checkpoints.py"}

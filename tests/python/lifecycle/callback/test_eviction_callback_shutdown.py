@@ -301,7 +301,7 @@ def test_a_forked_child_tells_of_its_own_tables_only_and_ends(end: str):
 def test_what_a_hook_raised_before_a_fork_is_said_by_the_parent_only():
     said, errors = run_forked("fails", "drop")
     assert [line for line in said if line != "refused"] == ["child [7] False", "0"], errors
-    assert errors.count("nobody was told that on_evict of table 'parent' raised ValueError: no store") == 1, errors
+    assert errors.count("unreported error: on_evict of table 'parent' raised ValueError: no store") == 1, errors
 
 
 AT_THE_END = """
@@ -352,7 +352,7 @@ def test_each_error_of_a_hook_is_said_at_the_end_of_a_process():
     script = script.replace("sum().backward()", "sum().backward(); len(table)")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=MOST_S)
     for number in (1, 2):
-        assert f"nobody was told that on_evict of table 't' raised ValueError: no {number}" in done.stderr
+        assert f"unreported error: on_evict of table 't' raised ValueError: no {number}" in done.stderr
 
 
 def train_until_told(table: EmbCacheEmbedding) -> None:

@@ -558,7 +558,7 @@ impl Placement {
     /// A failure during a batch is retried before the next batch, and by calls that need all rows, which return the
     /// error.
     fn log_sweep_stopped(&self, error: &Error) {
-        tracing::debug!("table {:?}: a sweep has stopped and will go on: {error}", self.context.config.name);
+        tracing::debug!("table {:?}: a sweep has stopped and will continue: {error}", self.context.config.name);
     }
 
     /// Logs at DEBUG level, because tables may sweep after each step. [`EvictionStats`] counts all sweeps.

@@ -112,7 +112,7 @@ impl TableAdmission {
             tracing::warn!(
                 "table {:?}: the memory of its admission, {memory} bytes for the counts of ids that wait for rows, is full: after step \
                  {step} ids are forgotten that did not occur for long, and begin at 0 when they come again; raise memory, or give \
-                 window_steps or a lower threshold; it is said once, and stats().admission.forgotten goes on counting",
+                 window_steps or a lower threshold; it is said once, and stats().admission.forgotten continues to count",
                 config.name
             );
         }

@@ -123,7 +123,7 @@ impl Placement {
         }
         let (tier, cure) = self.last_tier(stay + new);
         Err(Kind::Capacity.error(format!(
-            "table {:?}: {tier} holds {capacity} rows, and there is no room for {new} new ones, because this batch and others in \
+            "table {:?}: {tier} holds {capacity} rows, and there is no space for {new} new ones, because this batch and others in \
              flight use {stay} of its rows; {cure}, or use smaller batches",
             self.context.config.name,
         )))

@@ -233,7 +233,7 @@ impl Placement {
     }
 
     fn snapshot_mut(&mut self) -> Result<&mut SnapshotRows> {
-        self.changes.snapshot.as_deref_mut().ok_or_else(|| Kind::State.error("the moment was let go of"))
+        self.changes.snapshot.as_deref_mut().ok_or_else(|| Kind::State.error("the snapshot was dropped"))
     }
 
     pub(crate) fn count_expiring(&mut self, base: &BaseCheckpoint) -> u64 {

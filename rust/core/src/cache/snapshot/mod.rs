@@ -71,7 +71,7 @@ impl TableSnapshot {
         let swept = |guard: &mut TableGuard<'_>| {
             if guard.placement.changes.snapshot.is_some() {
                 return Err(Kind::State.error(format!(
-                    "table {:?} is being saved beside training: wait until that save is done",
+                    "table {:?} has a save in the background: wait until it is done",
                     table.config.name
                 )));
             }

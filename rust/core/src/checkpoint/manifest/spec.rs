@@ -190,7 +190,7 @@ impl TableSpec {
         }
         match self.missing_read {
             MissingRead::Value(value) if !value.is_finite() => {
-                return refuse(format!("ids without a row read {value}, which is no finite number"));
+                return refuse(format!("ids without a row read {value}, which is not finite"));
             }
             MissingRead::OovRow if self.oov_row.is_none() => {
                 return refuse("ids without a row read its OOV row, and it has none".into());

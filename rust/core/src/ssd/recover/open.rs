@@ -155,9 +155,9 @@ fn make_directory(engine: &dyn IoEngine, dir: &Path) -> Result<()> {
 
 fn not_empty(dir: &Path, files: usize) -> Error {
     Kind::State.error(format!(
-        "the SSD tier's directory {} is not empty ({files} files): open it with reopen = \"resume\" to go on from its last \
-         flush, with reopen = \"discard\" to remove what an earlier run left there, or with reopen = \"auto\" to go on where a \
-         flush is there and to start anew where none is",
+        "the SSD tier's directory {} is not empty ({files} files): open it with reopen = \"resume\" to resume its last \
+         flush, with reopen = \"discard\" to remove what an earlier run left there, or with reopen = \"auto\" to resume a \
+         flush if there is one, and to start with an empty tier otherwise",
         dir.display()
     ))
 }
@@ -231,7 +231,7 @@ fn commit_id_to_resume(requested: Option<u64>, published_ids: &[u64], dir: &Path
         (None, Some(newest)) => return Ok(*newest),
         (Some(id), _) if published_ids.contains(&id) => return Ok(id),
         (Some(id), _) => format!("state {id} is not among those published there ({published_ids:?})"),
-        (None, None) => "nothing was published there (no flush, or the last one was given up for want of room)".into(),
+        (None, None) => "nothing was published there (no flush, or the last one was dropped to free space)".into(),
     };
     Err(Kind::State.error(format!(
         "cannot resume {}: {what}; load a checkpoint made with Saver and open the directory with reopen = \"discard\"",
@@ -262,7 +262,7 @@ fn read_previous_state(
             let path = state_path(&context.dir, commit_id);
             let context = format!(
                 "cannot read the older one of the two states in {}, and nothing there was changed; open the table again when the cause \
-                 is gone, or remove {} yourself to go on without that state",
+                 is gone, or remove {} yourself to continue without that state",
                 context.dir.display(),
                 path.display()
             );
@@ -314,10 +314,10 @@ fn check_tier_directory(dir: &Path, listing: &[PathBuf]) -> Result<()> {
     };
     let refuse = |what: String| {
         Err(Kind::State
-            .error(format!("{} is not removed, because {what}: remove it yourself if nobody needs it", dir.display())))
+            .error(format!("{} is not removed, because {what}: remove it yourself if it is not needed", dir.display())))
     };
     if let Some(other) = listing.iter().find(|path| !is_ours(path)) {
-        return refuse(format!("it holds {}, which is no file of a table", other.display()));
+        return refuse(format!("it holds {}, which is not a file of a table", other.display()));
     }
     if !listing.iter().any(|path| is_lock(path)) {
         return refuse("no table was ever opened there".into());
