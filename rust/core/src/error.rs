@@ -62,11 +62,6 @@ pub struct Error {
 }
 
 impl Error {
-    /// Creates an error of `kind`.
-    pub fn new(kind: Kind, message: impl Into<String>) -> Self {
-        kind.error(message)
-    }
-
     /// Creates the error of a failed file operation. `operation` is in the infinitive ("write the segment").
     pub fn io(operation: &str, path: &Path, source: &std::io::Error) -> Self {
         let kind = match source.kind() {

@@ -115,7 +115,7 @@ impl DeviceRowReader for DeviceMemory {
         };
         now.map_or(Ok(()), |now| now())?;
         if self.is_busy.load(Ordering::Relaxed) {
-            return Err(embcache::Error::new(embcache::Kind::Storage, "the device is busy"));
+            return Err(embcache::Kind::Storage.error("the device is busy"));
         }
         let dim = self.layout.dim;
         let floats = self.layout.vector_floats();

@@ -11,7 +11,7 @@ use embcache::checkpoint::{
 };
 use embcache::io::{IoEngine, MemoryEngine};
 use embcache::types::{BucketMapper, Id};
-use embcache::{Error, Kind, Result};
+use embcache::{Kind, Result};
 
 /// The directory of the saves.
 pub const ROOT: &str = "/blocks";
@@ -40,7 +40,7 @@ pub fn contents(salt: u32) -> Found {
 
 /// Fails a wait for the lock of the directory, which no other process has.
 pub fn never() -> Result<()> {
-    Err(Error::new(Kind::State, "nobody else holds the directory"))
+    Err(Kind::State.error("nobody else holds the directory"))
 }
 
 /// The directory [`ROOT`] of an engine.

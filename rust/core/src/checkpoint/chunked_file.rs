@@ -85,7 +85,7 @@ impl WriterThreads {
         self.check()?;
         match &self.send {
             // Fails only if every thread has panicked, which `end()` reports.
-            Some(send) => send.send(Box::new(task)).map_err(|_| Error::new(Kind::Storage, "the writing threads ended")),
+            Some(send) => send.send(Box::new(task)).map_err(|_| Kind::Storage.error("the writing threads ended")),
             None => task(),
         }
     }
@@ -235,7 +235,7 @@ impl ChunkedStream {
     /// Returns the manifest entry of the file of a sealed stream.
     pub(crate) fn sealed(&self) -> Result<DenseFile> {
         let sealed = lock(&self.output.state).sealed.clone();
-        sealed.ok_or_else(|| Error::new(Kind::State, format!("{} was not written to its end", self.path().display())))
+        sealed.ok_or_else(|| Kind::State.error(format!("{} was not written to its end", self.path().display())))
     }
 }
 

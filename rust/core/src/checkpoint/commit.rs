@@ -81,7 +81,7 @@ impl CheckpointSave {
         let latest = LatestCheckpoint::find(root).ok().flatten().map(|latest| latest.name);
         let highest = root.list_names::<CheckpointName>()?.into_iter().chain(latest).map(|name| name.seq).max();
         let seq = highest.unwrap_or(0).checked_add(1).ok_or_else(|| {
-            Error::new(Kind::Corruption, format!("{}: the sequence numbers are used up", root.path().display()))
+            Kind::Corruption.error(format!("{}: the sequence numbers are used up", root.path().display()))
         })?;
         let name = CheckpointName { seq, random };
         let (dir, lock) = make_held(root, name)?;
@@ -101,7 +101,7 @@ impl CheckpointSave {
     pub fn write_dense_metadata(&mut self, metadata: &[u8]) -> Result<()> {
         if metadata.len() as u64 > MAX_MANIFEST_BYTES {
             let what = format!("{} bytes describe the extents: at most {MAX_MANIFEST_BYTES} can", metadata.len());
-            return Err(Error::new(Kind::Input, what));
+            return Err(Kind::Input.error(what));
         }
         write_atomically(self.dir.engine(), &self.dir.join(DENSE_FILE), metadata)?;
         self.dense = Some(RankDigest { bytes: metadata.len() as u64, xxh3: checksum(metadata) });
@@ -131,7 +131,7 @@ impl CheckpointSave {
     fn make_newest(&mut self, digests: &[RankDigest], next_epoch: u32) -> Result<PublishedCheckpoint> {
         let ranks = read_ranks(&self.dir, digests)?;
         let path = self.dir.path().to_owned();
-        let refuse = |why: String| Error::new(Kind::State, format!("cannot publish {}: {why}", path.display()));
+        let refuse = |why: String| Kind::State.error(format!("cannot publish {}: {why}", path.display()));
         let SaveOptions { parent, merged, linked, made_from, keep } = self.options.clone();
         let kind = match (parent.is_some(), linked, made_from.is_some()) {
             (true, ..) => CheckpointKind::Delta,
@@ -209,7 +209,7 @@ impl CheckpointSave {
         self.check_newest(parent)?;
         let path = self.dir.path().display();
         let why = format!("cannot publish {path}: {} has changed since this save began", parent.name);
-        Err(Error::new(Kind::State, why))
+        Err(Kind::State.error(why))
     }
 
     /// Returns `State` unless `named` is still the latest checkpoint. Publishing on top of an older one would undo the
@@ -219,16 +219,13 @@ impl CheckpointSave {
         if newest.as_deref() == Some(named.name.as_str()) {
             return Ok(());
         }
-        Err(Error::new(
-            Kind::State,
-            format!(
-                "cannot publish {}: it builds on {} and the newest checkpoint in {} is {} by now; save again",
-                self.name,
-                named.name,
-                self.root.path().display(),
-                newest.as_deref().unwrap_or("none")
-            ),
-        ))
+        Err(Kind::State.error(format!(
+            "cannot publish {}: it builds on {} and the newest checkpoint in {} is {} by now; save again",
+            self.name,
+            named.name,
+            self.root.path().display(),
+            newest.as_deref().unwrap_or("none")
+        )))
     }
 
     /// Publishes the manifest, then replaces `LATEST`. Each step starts when the previous one is durable. Temporary

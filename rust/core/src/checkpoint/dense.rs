@@ -205,7 +205,7 @@ impl DenseReader {
         let end = extent.offset.checked_add(extent.bytes).filter(|&end| end <= stream.bytes()).ok_or_else(outside)?;
         if into.len() as u64 != extent.bytes {
             let what = format!("{} bytes are to be read into {}", extent.bytes, into.len());
-            return Err(Error::new(Kind::Input, what));
+            return Err(Kind::Input.error(what));
         }
         for_each_piece(STREAM_THREADS, stream.pieces(rank as usize, extent.offset..end, into), |piece| {
             self.read_piece(piece)

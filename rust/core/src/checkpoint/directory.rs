@@ -167,10 +167,8 @@ impl CheckpointDirectory {
         if self.access == DirectoryAccess::Save {
             return Ok(());
         }
-        Err(Error::new(
-            Kind::State,
-            format!("{} was opened to load from: open it to save, which asks for more", self.path.display()),
-        ))
+        Err(Kind::State
+            .error(format!("{} was opened to load from: open it to save, which asks for more", self.path.display())))
     }
 
     /// Descriptor of the user's directory. `None` for a directory in another engine.

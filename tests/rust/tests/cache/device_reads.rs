@@ -161,7 +161,7 @@ fn failed_device_read_leaves_every_row() {
         for wanted in tiers() {
             let mut failed = 0;
             loop {
-                let busy = || Err(embcache::Error::new(Kind::Storage, "the device is busy"));
+                let busy = || Err(Kind::Storage.error("the device is busy"));
                 let rig = all_with(&wanted, failed, busy);
                 if !rig.device_read_ended() {
                     break;

@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
+use embcache::Kind;
 use embcache::cache::{DeviceTensors, Lookup, PlanMode};
 use embcache::config::{OptimizerKind, TableConfig};
 use embcache::io::MemoryEngine;
 use embcache::types::Id;
-use embcache::{Error, Kind};
 use embcache_tests::dice::Dice;
 use embcache_tests::{Contents, Rig, config, hyperparameters, three_tiers, watched};
 
@@ -117,9 +117,9 @@ fn first_failed_table_is_reported_and_no_row_moves() {
             // The second table fails sooner.
             rigs[0].amid_device_read(0, || {
                 std::thread::sleep(std::time::Duration::from_millis(30));
-                Err(Error::new(Kind::Storage, "the first table's device is busy"))
+                Err(Kind::Storage.error("the first table's device is busy"))
             });
-            rigs[1].amid_device_read(0, || Err(Error::new(Kind::Storage, "the second table's device is busy")));
+            rigs[1].amid_device_read(0, || Err(Kind::Storage.error("the second table's device is busy")));
             let error = step(&all, &ours, &ids(3), threads).expect_err("rows that leave cannot be read");
             assert!(error.to_string().contains("the first table's device is busy"), "{error}");
             let both_failed = rigs[..2].iter().all(Rig::device_read_ended);

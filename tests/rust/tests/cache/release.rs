@@ -236,8 +236,9 @@ fn fault_between_plan_and_commit_changes_no_row() {
                 match at {
                     At::Read => pair.faults.hit_once(IoOperation::Read, passing, IoFault::Fail(libc::EIO)),
                     At::Write => pair.faults.hit_once(IoOperation::Write, passing, IoFault::Fail(libc::ENOSPC)),
-                    At::DeviceRead(table) => pair.rigs[table]
-                        .amid_device_read(passing as u32, || Err(Error::new(Kind::Memory, "asked to fail"))),
+                    At::DeviceRead(table) => {
+                        pair.rigs[table].amid_device_read(passing as u32, || Err(Kind::Memory.error("asked to fail")));
+                    }
                 }
                 let result = pair.train(&given_up(), 99);
                 pair.faults.clear();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use embcache::checkpoint::{RecisJoinMode, RecisReader, RecisSave, RecisShard};
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file};
-use embcache::{Error, Kind, Result};
+use embcache::{Kind, Result};
 use embcache_tests::checkpoint::stop_at_each_change;
 use embcache_tests::recis::{
     ROOT, contents, directory, load, load_some, memory, never, save, steps, with_first, write,
@@ -228,7 +228,7 @@ fn a_wait_for_another_process_ends_when_the_caller_says_so() {
     let mut looks = 0;
     let mut interrupted = || {
         looks += 1;
-        if looks < 3 { Ok(()) } else { Err(Error::new(Kind::State, "Ctrl-C")) }
+        if looks < 3 { Ok(()) } else { Err(Kind::State.error("Ctrl-C")) }
     };
     let error = RecisReader::open(&directory(engine.clone()), &mut interrupted).expect_err("ended");
     assert_eq!(error.to_string(), "Ctrl-C");

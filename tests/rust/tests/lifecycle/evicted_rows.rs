@@ -83,7 +83,7 @@ fn unreadable_row_stays_and_is_reported_later() {
     rig.train(&[1, 2, 3], BAG, 0).expect("a step");
     rig.train(&[9], BAG, 0).expect("a step");
     rig.table.sweep().expect("a sweep");
-    rig.amid_device_read(0, || Err(embcache::Error::new(Kind::Storage, "the device is busy")));
+    rig.amid_device_read(0, || Err(Kind::Storage.error("the device is busy")));
     rig.table.len().expect_err("the rows cannot be read");
     assert_eq!((queue.rows(), rig.table.stats().expect("stats").rows), (0, 4));
     assert_eq!(rig.table.len().expect("rows"), 1);

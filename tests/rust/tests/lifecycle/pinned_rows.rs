@@ -114,7 +114,7 @@ fn batch_never_reads_expired_row_after_failed_removal() {
     rig.set_device_busy(false);
     drop(plan);
     let plan = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
-    rig.amid_device_read(0, || Err(embcache::Error::new(Kind::Storage, "the device is busy")));
+    rig.amid_device_read(0, || Err(Kind::Storage.error("the device is busy")));
     rig.place(&plan).expect("the row is judged once more for the batch");
     assert!(rig.device_read_ended());
     let out = rig.forward(&plan, 1, BAG).expect("a forward");
@@ -132,7 +132,7 @@ fn retained_row_survives_failed_weight_read() {
     let before = rig.contents().expect("contents");
     leave_spared(&rig);
     let plan = rig.plan(&[1, 2], PlanMode::TRAIN).expect("a plan");
-    rig.amid_device_read(0, || Err(embcache::Error::new(Kind::Storage, "the device is busy")));
+    rig.amid_device_read(0, || Err(Kind::Storage.error("the device is busy")));
     rig.place(&plan).expect("the rows are judged once more for the batch");
     assert!(rig.device_read_ended());
     drop(plan);
@@ -220,7 +220,7 @@ fn held_by_a_sweep_that_reads_the_device() -> (Rig, embcache::cache::Plan) {
 }
 
 fn busy() -> embcache::Result<()> {
-    Err(embcache::Error::new(Kind::Storage, "the device is busy"))
+    Err(Kind::Storage.error("the device is busy"))
 }
 
 #[test]

@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use embcache::Kind;
 use embcache::checkpoint::{CheckpointId, SaveOptions};
 use embcache::config::OptimizerKind;
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine};
 use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
-use embcache::{Error, Kind};
 use embcache_tests::checkpoint::{
     ROOT, Table, compact, memory, newest_identity, on, save, save_chain, save_delta, save_with, stop_at_each_change,
     versions, write_delta,
@@ -329,7 +329,7 @@ fn index_build_and_wait_for_it_can_be_interrupted() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = save(&engine, root(), &tables(1), 2, 2000, 1).expect("saved").identity;
     let directory = root().join(&saved.name);
-    let ended = || Error::new(Kind::State, "a signal ended the work");
+    let ended = || Kind::State.error("a signal ended the work");
     let open_while = |looks: usize| {
         let mut count = 0;
         let mut wait = || {

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use embcache::Kind;
 use embcache::checkpoint::{
     CheckpointDirectory, CheckpointId, CheckpointName, CheckpointSave, DeltaChanges, RankWriter, SaveOptions,
 };
@@ -13,7 +14,6 @@ use embcache::lifecycle::{ExpiryRule, ExpirySweep};
 use embcache::paths::PathChecks;
 use embcache::serve::{MissingRead, PollOutcome, PoolingMode, ServeOptions, TableServer, make_index};
 use embcache::types::Id;
-use embcache::{Error, Kind};
 use embcache_tests::checkpoint::{ROOT, Table, kind, load, memory, on, save, save_delta, save_with};
 use embcache_tests::directory_in;
 use embcache_tests::serve::{check, opened};
@@ -127,7 +127,7 @@ fn rows_that_were_preloaded_are_never_waited_for() {
     let mut turns = 0;
     let ended = TableServer::open_while(directory_in(&engine, root), options, &mut || {
         turns += 1;
-        if turns > 3 { Err(Error::new(Kind::State, "the user left")) } else { Ok(()) }
+        if turns > 3 { Err(Kind::State.error("the user left")) } else { Ok(()) }
     });
     assert!(ended.is_err(), "preloading can be ended");
 }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use embcache::Kind;
 use embcache::checkpoint::{CheckpointId, SaveOptions};
 use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, write_atomically};
@@ -10,7 +11,6 @@ use embcache::lifecycle::{ExpiryRule, ExpirySweep};
 use embcache::rows::WeightPrecision;
 use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
-use embcache::{Error, Kind};
 use embcache_tests::checkpoint::{ROOT, Table, kind, memory, on, save, save_delta, save_with};
 use embcache_tests::directory_in;
 
@@ -190,7 +190,7 @@ fn poll_interrupted_at_conversion_applies_nothing_else() {
     let serving = open(&engine);
     save_delta(&engine, root(), (&first, &second), (1, 9000), 2, on(&full)).expect("saved");
     serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Bf16).expect("made");
-    let ended = serving.poll_while(&mut || Err(Error::new(Kind::State, "the user left")));
+    let ended = serving.poll_while(&mut || Err(Kind::State.error("the user left")));
     assert!(ended.expect_err("ended").to_string().contains("the user left"));
     assert_eq!((serving.stats().failed_polls, serving.stats().version.seq), (0, 1));
     serving.poll().expect("a look");

@@ -2,7 +2,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::for_each_piece;
-use crate::error::{Error, Kind};
+use crate::error::Kind;
 
 #[test]
 fn the_error_is_that_of_the_earliest_failed_piece() {
@@ -14,7 +14,7 @@ fn the_error_is_that_of_the_earliest_failed_piece() {
             while piece != first_to_end && !has_failed.load(Ordering::Acquire) {
                 std::thread::yield_now();
             }
-            let error = Error::new(Kind::Corruption, format!("piece {piece}"));
+            let error = Kind::Corruption.error(format!("piece {piece}"));
             has_failed.store(true, Ordering::Release);
             Err(error)
         });
@@ -27,7 +27,7 @@ fn no_piece_starts_after_an_error() {
     let started = AtomicUsize::new(0);
     let failed = for_each_piece(1, (0..10).collect(), |piece: usize| {
         started.fetch_add(1, Ordering::Relaxed);
-        if piece == 3 { Err(Error::new(Kind::Storage, "full")) } else { Ok(()) }
+        if piece == 3 { Err(Kind::Storage.error("full")) } else { Ok(()) }
     });
     assert_eq!((failed.unwrap_err().kind(), started.into_inner()), (Kind::Storage, 4));
 }

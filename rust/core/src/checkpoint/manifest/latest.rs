@@ -41,7 +41,7 @@ impl FromStr for CheckpointName {
             let name = Self { seq: seq.parse().ok()?, random: u64::from_str_radix(random, 16).ok()? };
             (name.to_string() == text).then_some(name)
         };
-        parse().ok_or_else(|| Error::new(Kind::Corruption, format!("{text:?} is not the name of a checkpoint")))
+        parse().ok_or_else(|| Kind::Corruption.error(format!("{text:?} is not the name of a checkpoint")))
     }
 }
 
@@ -71,14 +71,12 @@ impl LatestCheckpoint {
     pub fn read(directory: &CheckpointDirectory) -> Result<Self> {
         let path = directory.join(LATEST_FILE);
         if !directory.has(LATEST_FILE)? {
-            return Err(Error::new(
-                Kind::Path,
-                format!(
+            return Err(Kind::Path
+                .error(format!(
                     "there is no checkpoint in {}: {LATEST_FILE} is missing; check the path, or save one first",
                     directory.path().display()
-                ),
-            )
-            .at(directory.path()));
+                ))
+                .at(directory.path()));
         }
         let bytes = read_file(directory.engine(), &path, 256)?;
         let line = std::str::from_utf8(&bytes).ok().and_then(|text| text.strip_suffix('\n')).unwrap_or_default();
@@ -118,7 +116,7 @@ impl FromStr for PartName {
         random
             .map(Self)
             .filter(|name| name.to_string() == text)
-            .ok_or_else(|| Error::new(Kind::Input, format!("{text:?} is not the name of a part of a checkpoint")))
+            .ok_or_else(|| Kind::Input.error(format!("{text:?} is not the name of a part of a checkpoint")))
     }
 }
 

@@ -95,15 +95,13 @@ pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> 
         return Err(Error::corruption(path, 0, "the format", FORMAT, head.format));
     }
     if head.version != VERSION {
-        return Err(Error::new(
-            Kind::Unsupported,
-            format!(
+        return Err(Kind::Unsupported
+            .error(format!(
                 "{} has format version {} and this release reads {VERSION}: load it with the release that wrote it",
                 path.display(),
                 head.version
-            ),
-        )
-        .at(path));
+            ))
+            .at(path));
     }
     serde_json::from_slice(bytes).map_err(damaged)
 }
@@ -111,7 +109,7 @@ pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> 
 /// Serializes a manifest as JSON.
 pub(crate) fn render<T: Serialize>(manifest: &T) -> Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec_pretty(manifest)
-        .map_err(|e| Error::new(Kind::Input, format!("cannot write the manifest as JSON: {e}")))?;
+        .map_err(|e| Kind::Input.error(format!("cannot write the manifest as JSON: {e}")))?;
     bytes.push(b'\n');
     Ok(bytes)
 }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{MissingRead, OptimizerKind, TableConfig};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::lifecycle::OovRow;
 use crate::rows::{InitializerSpec, RowLayout, WeightPrecision};
 use crate::types::BucketMapper;
@@ -98,8 +98,8 @@ impl TableSpec {
 
     /// Parses the JSON of a manifest. `Kind::Input` describes the field that is missing, unknown or out of range.
     pub fn from_json(text: &str) -> Result<Self> {
-        let spec: Self = serde_json::from_str(text)
-            .map_err(|e| Error::new(Kind::Input, format!("invalid table description: {e}")))?;
+        let spec: Self =
+            serde_json::from_str(text).map_err(|e| Kind::Input.error(format!("invalid table description: {e}")))?;
         spec.check()?;
         Ok(spec)
     }
@@ -134,9 +134,7 @@ impl TableSpec {
     /// Errors: `Mismatch`, which names the field.
     pub fn check_fits(&self, config: &TableConfig, slots: bool) -> Result<()> {
         let differs = |field: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
-            Err(Error::new(
-                Kind::Mismatch,
-                format!(
+            Err(Kind::Mismatch.error(format!(
                     "table {:?} of module {:?} has {field} {here} and the checkpoint {there}: make the table as it was saved",
                     self.table, self.module
                 ),
@@ -164,7 +162,7 @@ impl TableSpec {
     /// Errors: `Input`; readers of a manifest convert it to `Corruption`.
     pub(crate) fn check(&self) -> Result<()> {
         let refuse = |what: String| {
-            Err(Error::new(Kind::Input, format!("table {:?} of module {:?}: {what}", self.table, self.module)))
+            Err(Kind::Input.error(format!("table {:?} of module {:?}: {what}", self.table, self.module)))
         };
         if self.module.len() > MAX_NAME_BYTES || self.table.len() > MAX_NAME_BYTES {
             return refuse(format!("names have at most {MAX_NAME_BYTES} bytes"));

@@ -102,7 +102,7 @@ impl RankSnapshot {
     pub fn finish(self) -> Result<RankDigest> {
         if let Some((_, snapshot, _)) = self.tables.front() {
             let message = format!("table {:?} is not written yet", snapshot.config().name);
-            return Err(Error::new(Kind::State, message));
+            return Err(Kind::State.error(message));
         }
         self.images.close()?;
         self.writer.finish()
@@ -237,7 +237,7 @@ impl CheckpointPart {
 }
 
 fn part_finished_error() -> Error {
-    Error::new(Kind::State, "this part of a checkpoint is finished: make another")
+    Kind::State.error("this part of a checkpoint is finished: make another")
 }
 
 impl CheckpointSave {
@@ -282,7 +282,7 @@ impl CheckpointSave {
                 let files = renamed(dense_data_file, dense.files.len());
                 move_files(&*engine, &from.join(DENSE_DIR), &dir.join(DENSE_DIR), files)?;
                 if adopted.dense.replace(dense).is_some() {
-                    return Err(Error::new(Kind::Input, format!("rank {rank} has two parts with extents")));
+                    return Err(Kind::Input.error(format!("rank {rank} has two parts with extents")));
                 }
             }
         }

@@ -10,7 +10,7 @@ use crate::checkpoint::manifest::manifests::{
 };
 use crate::checkpoint::manifest::{MANIFEST_FILE, rank_file, table_dir};
 use crate::checkpoint::rows::reader::OpenCheckpoint;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::io::{DirLock, IoOpenMode, LOCK_FILE, copy_file, read_file, write_atomically};
 
 /// Bytes of a dense stream that are read at a time.
@@ -78,13 +78,13 @@ fn copy_links(from: &CheckpointChain, to: &CheckpointDirectory, copies: &mut Vec
                 continue;
             }
             let what = format!("{} has another checkpoint {name}: give another directory", to.path().display());
-            return Err(Error::new(Kind::State, what).at(dir.path()));
+            return Err(Kind::State.error(what).at(dir.path()));
         }
         if to.has(&name.to_string())? {
             // Left by an interrupted copy or save.
             let Some(_unused) = hold_to_remove(to, &dir)? else {
                 let what = format!("{} is being written by another process: wait for its end", dir.path().display());
-                return Err(Error::new(Kind::InUse, what).at(dir.path()));
+                return Err(Kind::InUse.error(what).at(dir.path()));
             };
             dir.remove()?;
         }

@@ -9,7 +9,7 @@ use crate::checkpoint::manifest::RankDigest;
 use crate::checkpoint::manifest::latest::{CheckpointName, LatestCheckpoint};
 use crate::checkpoint::manifest::manifests::CheckpointKind;
 use crate::checkpoint::rows::writer::RankWriter;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::rows::WeightPrecision;
 
 /// One rank's part of merging the chain that `LATEST` names.
@@ -90,10 +90,9 @@ pub fn reshard(
         tables.iter().zip(&owners).filter(|(_, owner)| owner.is_none()).map(|(entry, _)| entry.spec.total_num_buckets);
     let max_ranks = fewest.min().unwrap_or(u32::MAX);
     if world == 0 || world > max_ranks {
-        return Err(Error::new(
-            Kind::Input,
-            format!("a world of {world} ranks: give 1 to {max_ranks}, the number of buckets"),
-        ));
+        return Err(
+            Kind::Input.error(format!("a world of {world} ranks: give 1 to {max_ranks}, the number of buckets"))
+        );
     }
     let save = CheckpointSave::begin(to, random)?;
     let written = (0..world).map(|rank| {

@@ -2,7 +2,7 @@
 
 use super::chain::CheckpointChain;
 use crate::checkpoint::rows::reader::TableReader;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::lifecycle::{BucketCounts, CountedId, ExpiryRule, ExpirySweep};
 use crate::rows::RowHeader;
 use crate::types::Id;
@@ -37,7 +37,7 @@ impl IdExpiry {
     /// The rule as JSON, in the format of manifests.
     pub fn rule_json(&self) -> Result<String> {
         let text = serde_json::to_string(&self.rule);
-        text.map_err(|error| Error::new(Kind::State, format!("a rule cannot be written down: {error}")))
+        text.map_err(|error| Kind::State.error(format!("a rule cannot be written down: {error}")))
     }
 }
 

@@ -9,7 +9,7 @@ use crate::checkpoint::manifest::spec::TableSpec;
 use crate::checkpoint::rows::counters::{CountsSource, MergedCounts};
 use crate::checkpoint::rows::writer::{DeltaChanges, RankWriter, RowSink};
 use crate::config::TableConfig;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::rows::RowHeader;
 use crate::ssd::LinkedBytes;
 use crate::types::Id;
@@ -32,10 +32,8 @@ fn check_not_trained(table: &Table, step: u64) -> Result<()> {
     if table.step()? == step {
         return Ok(());
     }
-    Err(Error::new(
-        Kind::State,
-        format!("table {:?} was trained while it was saved: save between steps", table.config().name),
-    ))
+    Err(Kind::State
+        .error(format!("table {:?} was trained while it was saved: save between steps", table.config().name)))
 }
 
 impl RankWriter {
@@ -188,7 +186,7 @@ impl RankWriter {
         })?;
         let mut snapshot = Some(snapshot);
         let mut rows = |sink: &mut RowSink<'_>| {
-            let once = || Error::new(Kind::State, "the rows of a snapshot can be read only once");
+            let once = || Kind::State.error("the rows of a snapshot can be read only once");
             snapshot.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
                 sink(&chunk.headers, &chunk.vectors)?;
                 limiter.wait((chunk.headers.len() * row_bytes) as u64);
@@ -217,17 +215,14 @@ impl ChainReader {
         let spec = self.spec();
         spec.check_fits(config, self.has_slots())?;
         if spec.bucketing() != config.bucketing() || *self.buckets() != config.buckets {
-            return Err(Error::new(
-                Kind::Mismatch,
-                format!(
-                    "table {:?} owns buckets {:?} of {} and the reader was made for {:?} of {}",
-                    config.name,
-                    config.buckets,
-                    config.total_num_buckets,
-                    self.buckets(),
-                    spec.total_num_buckets
-                ),
-            ));
+            return Err(Kind::Mismatch.error(format!(
+                "table {:?} owns buckets {:?} of {} and the reader was made for {:?} of {}",
+                config.name,
+                config.buckets,
+                config.total_num_buckets,
+                self.buckets(),
+                spec.total_num_buckets
+            )));
         }
         Ok(())
     }
@@ -261,13 +256,10 @@ impl ChainReader {
         let stats = table.stats()?;
         let rows = stats.rows;
         if rows + (stats.dropped_rows - dropped) != read {
-            return Err(Error::new(
-                Kind::Corruption,
-                format!(
-                    "the checkpoint of table {:?} has {read} rows and only {rows} distinct ids",
-                    table.config().name
-                ),
-            ));
+            return Err(Kind::Corruption.error(format!(
+                "the checkpoint of table {:?} has {read} rows and only {rows} distinct ids",
+                table.config().name
+            )));
         }
         let saved = self.spec().oov_row.as_ref();
         let layout = table.config().layout();

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::layout::{OrderedFields, RecisShard, render};
 use super::manifest::{RecisBlockEntry, RecisShardManifest, RecisTableShare};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 
 #[derive(Serialize)]
 struct RecisFileIndex {
@@ -71,7 +71,7 @@ struct RecisTablePart<'a> {
 /// Returns `Mismatch` unless the shards of each table agree and contain every bucket once, and names are unique across
 /// tables and tensors.
 pub(crate) fn check_complete(manifests: &[RecisShardManifest]) -> Result<()> {
-    let refuse = |what: String| Err(Error::new(Kind::Mismatch, what));
+    let refuse = |what: String| Err(Kind::Mismatch.error(what));
     let mut tables: BTreeMap<&str, Vec<RecisTablePart<'_>>> = BTreeMap::new();
     let mut dense = BTreeSet::new();
     for (shard, manifest) in manifests.iter().enumerate() {
@@ -94,7 +94,7 @@ pub(crate) fn check_complete(manifests: &[RecisShardManifest]) -> Result<()> {
 }
 
 fn check_parts(name: &str, mut parts: Vec<RecisTablePart<'_>>) -> Result<()> {
-    let refuse = |what: String| Err(Error::new(Kind::Mismatch, format!("table {name:?}{what}")));
+    let refuse = |what: String| Err(Kind::Mismatch.error(format!("table {name:?}{what}")));
     for part in &parts {
         if let Some((field, value, other_value)) = first_difference(part, &parts[0]) {
             let (shard, first) = (part.shard, parts[0].shard);

@@ -99,8 +99,7 @@ impl FromStr for RecisSaveName {
 
     fn from_str(text: &str) -> Result<Self> {
         let name = text.strip_prefix("blocks-").and_then(|rest| rest.parse().ok());
-        name.map(Self)
-            .ok_or_else(|| Error::new(Kind::Input, format!("{text:?} is not the name of a RecIS-format save")))
+        name.map(Self).ok_or_else(|| Kind::Input.error(format!("{text:?} is not the name of a RecIS-format save")))
     }
 }
 
@@ -317,7 +316,7 @@ pub(crate) fn render(value: &impl Serialize) -> Result<Vec<u8>> {
     let mut json = serde_json::Serializer::with_formatter(&mut bytes, PrettyFormatter::with_indent(b" "));
     value
         .serialize(&mut json)
-        .map_err(|error| Error::new(Kind::Input, format!("cannot write the manifest as JSON: {error}")))?;
+        .map_err(|error| Kind::Input.error(format!("cannot write the manifest as JSON: {error}")))?;
     bytes.push(b'\n');
     Ok(bytes)
 }

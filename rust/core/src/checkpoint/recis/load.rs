@@ -293,7 +293,7 @@ impl RecisReader {
         let table = self.table(table)?;
         let block = table.shares.get(run.share).and_then(|share| share.blocks.get(slot));
         let (Some(block), Some(shape)) = (block, table.info.slots.get(slot)) else {
-            return Err(Error::new(Kind::Input, format!("table {:?} has no {slot:?}", table.info.name)));
+            return Err(Kind::Input.error(format!("table {:?} has no {slot:?}", table.info.name)));
         };
         self.read(block, run.rows.start * shape.bytes..run.rows.end * shape.bytes, into)?;
         if slot == ID { table.check_order(block, run, into) } else { Ok(()) }
@@ -304,19 +304,19 @@ impl RecisReader {
     /// Errors: as [`Self::read_rows`].
     pub fn read_tensor(&self, name: &str, begin: u64, into: &mut [u8]) -> Result<()> {
         let block = self.tensors.get(name);
-        let block = block.ok_or_else(|| Error::new(Kind::Input, format!("there is no tensor {name:?}")))?;
+        let block = block.ok_or_else(|| Kind::Input.error(format!("there is no tensor {name:?}")))?;
         self.read(block, begin..begin.saturating_add(into.len() as u64), into)
     }
 
     fn table(&self, name: &str) -> Result<&RecisTable> {
-        self.tables.get(name).ok_or_else(|| Error::new(Kind::Input, format!("there is no table {name:?}")))
+        self.tables.get(name).ok_or_else(|| Kind::Input.error(format!("there is no table {name:?}")))
     }
 
     /// Reads a range of a block's bytes in pieces and verifies their chunks.
     fn read(&self, block: &RecisBlock, range: Range<u64>, into: &mut [u8]) -> Result<()> {
         if range.end > block.tensor.bytes || range.end - range.start != into.len() as u64 {
             let what = format!("{range:?} of {} bytes of {:?} cannot be read", block.tensor.bytes, block.tensor.name);
-            return Err(Error::new(Kind::Input, what));
+            return Err(Kind::Input.error(what));
         }
         let (mut at, mut rest) = (range.start, into);
         while at < range.end {
@@ -391,7 +391,7 @@ fn hold_newest(root: &CheckpointDirectory, wait: &mut WaitCallback<'_>) -> Resul
             "there is no RecIS-format checkpoint in {}: {LATEST_FILE} is missing; save one first",
             root.path().display()
         );
-        Error::new(Kind::Path, what).at(root.path())
+        Kind::Path.error(what).at(root.path())
     })?;
     let dir = root.subdirectory(latest.name);
     if !root.has(&latest.name.to_string())? {

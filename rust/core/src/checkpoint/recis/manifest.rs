@@ -172,7 +172,7 @@ impl RecisSaveManifest {
                 head.format,
                 head.version
             );
-            return Err(Error::new(Kind::Unsupported, what).at(path));
+            return Err(Kind::Unsupported.error(what).at(path));
         }
         let found: Self = parse(bytes, path)?;
         if found.shards.is_empty() {

@@ -118,12 +118,11 @@ impl RecisSave {
                     "shard {index} of {count} does not fit, or takes part already in, {}",
                     dir.path().display()
                 );
-                Error::new(Kind::InUse, format!("{what}: save it once"))
+                Kind::InUse.error(format!("{what}: save it once"))
             });
         }
         let highest = saves.last().map_or(0, |name| name.0.seq).max(done);
-        let used_up =
-            || Error::new(Kind::Corruption, format!("{}: the numbers of saves are used up", root.path().display()));
+        let used_up = || Kind::Corruption.error(format!("{}: the numbers of saves are used up", root.path().display()));
         let seq = highest.checked_add(1).ok_or_else(used_up)?;
         let name = RecisSaveName(CheckpointName { seq, random });
         let dir = root.subdirectory(name);
@@ -200,7 +199,7 @@ impl RecisSave {
                 dir.path().display(),
                 latest.name
             );
-            return Err(Error::new(Kind::State, what));
+            return Err(Kind::State.error(what));
         }
         let read = |shard: RecisShard| {
             let path = dir.join(shard.manifest_file());
@@ -367,7 +366,7 @@ impl RecisShardWriter {
         if let Some((block, tensor)) = blocks.into_iter().find(|(block, _)| block.room() > 0) {
             let (path, filled) = (block.path().display(), tensor.bytes - block.room());
             let message = format!("a block of {path} has {filled} of {} bytes", tensor.bytes);
-            return Err(Error::new(Kind::State, message));
+            return Err(Kind::State.error(message));
         }
         self.writer.threads.end()?;
         for_each_piece(STREAM_THREADS, self.files.iter().collect(), |file| file.sync())?;
@@ -429,5 +428,5 @@ fn write_checks(
 }
 
 fn input_error(message: String) -> Error {
-    Error::new(Kind::Input, message)
+    Kind::Input.error(message)
 }

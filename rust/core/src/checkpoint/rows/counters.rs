@@ -9,7 +9,7 @@ use super::input::{GroupReader, StagedColumns};
 use super::writer::RankWriter;
 use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, DataShape};
 use crate::checkpoint::manifest::spec::TableSpec;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::io::{AlignedBuf, BufPool, IoEngine};
 use crate::lifecycle::{BucketCounts, CountedId};
 use crate::runtime::memory;
@@ -64,8 +64,8 @@ fn counts_file(
     pending: &[(u32, CountedId)],
 ) -> Result<(AlignedBuf, DataFile)> {
     let shape = DataShape { rows: pending.len(), buckets: buckets.len(), tombstones: 0 };
-    let layout = FileLayout::of_counts(clicks, shape)
-        .ok_or_else(|| Error::new(Kind::Input, "the size of the counts overflows"))?;
+    let layout =
+        FileLayout::of_counts(clicks, shape).ok_or_else(|| Kind::Input.error("the size of the counts overflows"))?;
     let starts: Vec<i64> =
         (buckets.start..=buckets.end).map(|bucket| pending.partition_point(|(of, _)| *of < bucket) as i64).collect();
     let fill_u32 = |column: &mut [u8], of: fn(&CountedId) -> u32| {

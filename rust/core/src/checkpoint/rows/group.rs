@@ -51,7 +51,7 @@ impl<'a> GroupEncoder<'a> {
     }
 
     fn layout(&self, rows: usize) -> Result<FileLayout> {
-        FileLayout::new(self.spec, self.shape(rows)).ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))
+        FileLayout::new(self.spec, self.shape(rows)).ok_or_else(|| Kind::Input.error("a group's size overflows"))
     }
 
     /// Size of a file with `rows` rows.
@@ -80,7 +80,7 @@ impl<'a> GroupEncoder<'a> {
             GroupOrderError::DuplicateId(id) => format!("row {id} is there twice"),
             GroupOrderError::WrongWidth(id) => format!("row {id} does not come with {} floats", self.vector_floats),
         };
-        Error::new(Kind::Input, format!("table {:?}: {what}", self.spec.table))
+        Kind::Input.error(format!("table {:?}: {what}", self.spec.table))
     }
 
     /// Fills the columns and their checksums.
@@ -156,7 +156,7 @@ impl<'a> GroupEncoder<'a> {
             self.spec.table,
             precision.name()
         );
-        Err(Error::new(Kind::Input, what))
+        Err(Kind::Input.error(what))
     }
 
     /// Joins the checksums of rows to checksums of chunks.

@@ -106,7 +106,7 @@ impl OpenCheckpoint {
             let name = |entry: &TableEntry| format!("{}/{}", entry.spec.module, entry.spec.table);
             let (dir, tables) = (self.directory.path().display(), self.manifest.tables.iter().map(name));
             let tables = tables.collect::<Vec<_>>().join(", ");
-            Error::new(Kind::Mismatch, format!("{dir} has no table {table:?} of module {module:?}; it has [{tables}]"))
+            Kind::Mismatch.error(format!("{dir} has no table {table:?} of module {module:?}; it has [{tables}]"))
         })
     }
 
@@ -137,7 +137,7 @@ impl OpenCheckpoint {
     pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<TableReader> {
         let spec = self.table(module, table)?.spec.clone();
         let layout = spec.row_layout()?;
-        let outside = |what| Error::new(Kind::Input, format!("table {table:?}: {what}"));
+        let outside = |what| Kind::Input.error(format!("table {table:?}: {what}"));
         spec.check_buckets(&buckets).map_err(outside)?;
         let dir = self.directory.join(table_dir(module, table));
         let (mut wanted, mut counts, mut segments) = (Vec::new(), Vec::new(), Vec::new());
@@ -195,9 +195,7 @@ impl OpenCheckpoint {
         let manifest = self.manifest();
         let (CheckpointKind::Serving, Some(source)) = (manifest.kind, &manifest.made_from) else { return Ok(()) };
         let precision = manifest.tables.iter().find_map(|entry| entry.spec.precision).map_or("", WeightPrecision::name);
-        Err(Error::new(
-            Kind::Unsupported,
-            format!(
+        Err(Kind::Unsupported.error(format!(
                 "{} is a serving checkpoint (kind serving, {precision}): it is for torchrec_embcache.serving, and has no optimizer state; \
                  to {action}, use the checkpoint that it was made from, {}",
                 self.directory.path().display(),
@@ -259,9 +257,7 @@ impl OpenCheckpoint {
     pub fn only_for_same_ranks(&self, reason: &str) -> Error {
         let (dir, world) = (self.directory.path(), self.ranks.len());
         let root = dir.parent().unwrap_or(dir).display();
-        Error::new(
-            Kind::Mismatch,
-            format!(
+        Kind::Mismatch.error(format!(
                 "{} is a linked checkpoint of {world} ranks, for a restart of the same ranks, and {reason}: make it one that \
                  any ranks load by `embcache compact {root}`, or another directory of it by `embcache reshard`",
                 dir.display()
@@ -414,7 +410,7 @@ impl TableReader {
                 }
                 ahead.push(receive);
             }
-            let ended = |_| Err(Error::new(Kind::Storage, "the reading threads ended"));
+            let ended = |_| Err(Kind::Storage.error("the reading threads ended"));
             (0..groups.len()).try_for_each(|n| hand_over(ahead[n % AHEAD].recv().unwrap_or_else(ended)?))
         })
     }

@@ -69,7 +69,7 @@ impl RankWriter {
     pub fn new(root: &CheckpointDirectory, name: CheckpointName, rank: u32, world: u32) -> Result<Self> {
         root.check_to_save()?;
         if rank >= world {
-            return Err(Error::new(Kind::Input, format!("rank {rank} is not within a world of {world}")));
+            return Err(Kind::Input.error(format!("rank {rank} is not within a world of {world}")));
         }
         Ok(Self::in_dir(root.subdirectory(name), name.to_string(), rank, world))
     }
@@ -162,7 +162,7 @@ impl RankWriter {
         tombstones.dedup();
         if let Some((bucket, id)) = tombstones.iter().find(|(bucket, _)| !buckets.contains(bucket)) {
             let what = format!("tombstone {} is of bucket {bucket}, which is not within {buckets:?}", *id as Id);
-            return Err(Error::new(Kind::Input, what));
+            return Err(Kind::Input.error(what));
         }
         for chunk in tombstones.chunks(TOMBSTONES_PER_FILE) {
             let ids: Vec<Id> = chunk.iter().map(|(_, id)| *id as Id).collect();
@@ -174,13 +174,12 @@ impl RankWriter {
     /// Checks that a table can be written, and creates its directory.
     fn begin_table(&self, spec: &TableSpec, buckets: &Range<u32>) -> Result<PathBuf> {
         spec.check()?;
-        let outside = |what| Error::new(Kind::Input, format!("table {:?}: {what}", spec.table));
+        let outside = |what| Kind::Input.error(format!("table {:?}: {what}", spec.table));
         spec.check_buckets(buckets).map_err(outside)?;
         if self.manifest.shares_of(&spec.module, &spec.table).next().is_some() {
-            return Err(Error::new(
-                Kind::Input,
-                format!("table {:?} of module {:?} is written twice", spec.table, spec.module),
-            ));
+            return Err(
+                Kind::Input.error(format!("table {:?} of module {:?} is written twice", spec.table, spec.module))
+            );
         }
         let dir = self.directory.join(table_dir(&spec.module, &spec.table));
         self.directory.engine().create_dir_all(&dir)?;
@@ -248,7 +247,7 @@ impl RankWriter {
 fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<(AlignedBuf, DataFile)> {
     let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
     let layout =
-        FileLayout::new(spec, shape).ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
+        FileLayout::new(spec, shape).ok_or_else(|| Kind::Input.error("the size of the tombstones overflows"))?;
     image_of((&layout, shape), &layout.header(spec, buckets), |field, column| {
         if field == ColumnField::Tombstone {
             column.copy_from_slice(bytemuck::cast_slice(ids));
