@@ -2,7 +2,7 @@
 //! a range of a file, with a checksum of each chunk. Reads verify every chunk that they touch.
 
 use std::ops::Range;
-use std::panic::resume_unwind;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -28,7 +28,7 @@ const WRITE_BYTES: usize = 1 << 20;
 pub(crate) const STREAM_PIECE_BYTES: usize = 16 * STREAM_CHUNK_BYTES;
 /// Number of threads that write or read pieces of streams.
 pub(crate) const STREAM_THREADS: usize = 4;
-/// Maximum number of full pieces or images queued for the threads.
+/// Maximum number of full pieces queued for the threads.
 const MAX_QUEUED: usize = 3;
 
 /// Threads that write. Without threads the caller writes.
@@ -43,8 +43,9 @@ pub(crate) struct WriterThreads {
 type WriteTask = Box<dyn FnOnce() -> Result<()> + Send>;
 
 impl WriterThreads {
-    pub(crate) fn start(threads: usize) -> Self {
-        let (send, receive) = sync_channel::<WriteTask>(MAX_QUEUED);
+    /// Starts up to `threads` threads. [`Self::run`] waits while `queued` tasks wait for a thread.
+    pub(crate) fn start(threads: usize, queued: usize) -> Self {
+        let (send, receive) = sync_channel::<WriteTask>(queued);
         let receive = Arc::new(Mutex::new(receive));
         let error = Arc::new(Mutex::new(None));
         let start = |_| {
@@ -56,7 +57,8 @@ impl WriterThreads {
                     if lock(&error).is_some() {
                         continue;
                     }
-                    if let Err(failed) = task() {
+                    let done = catch_unwind(AssertUnwindSafe(task));
+                    if let Err(failed) = done.unwrap_or_else(|panic| Err(Error::panicked("write", &*panic))) {
                         lock(&error).get_or_insert(failed);
                     }
                 }
@@ -84,29 +86,31 @@ impl WriterThreads {
     pub(crate) fn run(&self, task: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
         self.check()?;
         match &self.send {
-            // Fails only if every thread has panicked, which `end()` reports.
             Some(send) => send.send(Box::new(task)).map_err(|_| Kind::Storage.error("the writing threads ended")),
             None => task(),
         }
     }
 
-    /// Waits until every task has run.
-    pub(crate) fn end(&mut self) -> Result<()> {
-        self.join().unwrap_or_else(|panic| resume_unwind(panic));
-        self.check()
+    /// Ends the threads when the queued tasks have run. No task can follow.
+    pub(crate) fn close(&mut self) {
+        drop(self.send.take());
     }
 
-    /// Waits until every thread has ended. Returns a panic of one.
-    fn join(&mut self) -> std::thread::Result<()> {
-        drop(self.send.take());
-        self.threads.drain(..).map(JoinHandle::join).fold(Ok(()), std::thread::Result::and)
+    /// Waits until every task has run.
+    pub(crate) fn end(&mut self) -> Result<()> {
+        self.close();
+        for thread in self.threads.drain(..) {
+            // Panics of tasks are caught, and are errors.
+            let _ = thread.join();
+        }
+        self.check()
     }
 }
 
 impl Drop for WriterThreads {
     fn drop(&mut self) {
         // Nothing may be written after the writer is dropped, because its directory may be removed.
-        let _ = self.join();
+        let _ = self.end();
     }
 }
 
@@ -137,7 +141,7 @@ impl Drop for ImageBuffer {
 impl ImageWriter {
     pub(crate) fn new(engine: Arc<dyn IoEngine>) -> Self {
         let max_images = if works_in_background() { IMAGES_IN_BACKGROUND } else { IMAGES };
-        let threads = WriterThreads::start(max_images - 1);
+        let threads = WriterThreads::start(max_images - 1, max_images); // a caller that holds a table's lock never waits
         Self { engine, threads, returned: channel(), free: Vec::new(), max_images, in_flight: 0 }
     }
 
@@ -286,7 +290,7 @@ impl StreamWriter {
     pub(crate) fn start(threads: usize, total_bytes: u64) -> Self {
         let threads = if total_bytes > STREAM_PIECE_BYTES as u64 { threads.min(STREAM_THREADS) } else { 0 };
         let buffers = Arc::new(BufPool::new(STREAM_PIECE_BYTES, STREAM_THREADS + MAX_QUEUED + 1));
-        Self { buffers, threads: WriterThreads::start(threads) }
+        Self { buffers, threads: WriterThreads::start(threads, MAX_QUEUED) }
     }
 
     /// Appends `bytes`, at most as many as there is room for. `copy(at, into)` fills `into` with the bytes from offset

@@ -87,8 +87,9 @@ impl CheckpointSave {
         let (dir, lock) = make_held(root, name)?;
         let line =
             write_whole(dir.engine(), &dir.join(LATEST_FILE), format!("{}\n", LatestCheckpoint { name }).as_bytes())?;
-        let (early_sync, synced) = (WriterThreads::start(1), root.clone());
+        let (mut early_sync, synced) = (WriterThreads::start(1, 1), root.clone());
         early_sync.run(move || line.sync().and_then(|()| synced.sync()))?;
+        early_sync.close();
         Ok(Self { root: root.clone(), dir, name, options, dense: None, early_sync, _lock: lock })
     }
 

@@ -1,7 +1,7 @@
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use super::for_each_piece;
+use super::{WriterThreads, for_each_piece};
 use crate::error::Kind;
 
 #[test]
@@ -30,4 +30,13 @@ fn no_piece_starts_after_an_error() {
         if piece == 3 { Err(Kind::Storage.error("full")) } else { Ok(()) }
     });
     assert_eq!((failed.unwrap_err().kind(), started.into_inner()), (Kind::Storage, 4));
+}
+
+#[test]
+fn panic_of_a_task_is_an_error_and_ends_the_writing() {
+    let mut threads = WriterThreads::start(2, 4);
+    threads.run(|| panic!("asked to")).expect("a thread runs it");
+    let error = threads.end().expect_err("a panic");
+    assert_eq!(error.kind(), Kind::State);
+    assert!(error.to_string().contains("asked to"), "{error}");
 }

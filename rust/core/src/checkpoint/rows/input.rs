@@ -3,8 +3,7 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::format::{ColumnField, FileColumn, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
 use crate::cache::RowColumns;
@@ -16,6 +15,7 @@ use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, IoOpenMode, PooledBuf};
 use crate::kernels::thread_pool::for_each;
 use crate::rows::{RowLayout, WeightPrecision};
 use crate::runtime::memory;
+use crate::runtime::sync::lock;
 use crate::types::{BucketMapper, Id};
 
 /// Size of one read request.
@@ -286,13 +286,17 @@ impl GroupReader {
             check_crc32c(&self.path, offset, what, staged.bytes(column, range), expected)
         };
         // Reports the first corrupted chunk of the file, independent of thread timing.
-        let damaged = AtomicUsize::new(usize::MAX);
+        let first: Mutex<Option<(usize, Error)>> = Mutex::new(None);
         for_each(chunks.chunks(CHUNKS_PER_TASK).enumerate(), |(task, some)| {
-            if let Some(at) = some.iter().position(|chunk| check(chunk).is_err()) {
-                damaged.fetch_min(task * CHUNKS_PER_TASK + at, Ordering::Relaxed);
+            if let Some(error) = some.iter().find_map(|chunk| check(chunk).err()) {
+                let mut first = lock(&first);
+                if first.as_ref().is_none_or(|(earlier, _)| task < *earlier) {
+                    *first = Some((task, error));
+                }
             }
         });
-        chunks.get(damaged.into_inner()).map_or(Ok(()), check)
+        let first = first.into_inner().unwrap_or_else(PoisonError::into_inner);
+        first.map_or(Ok(()), |(_, error)| Err(error))
     }
 
     pub(crate) fn tombstones(&self) -> u64 {
