@@ -63,12 +63,15 @@ class Ranks(ABC):
         try:
             _raise_first(error, errors)
         finally:
-            del error  # breaks the reference cycle of this frame and the traceback
+            del error, errors  # breaks the reference cycle of this frame and the traceback
 
     def run(self, work: Callable[[], T]) -> T:
         """Returns the result of `work()` on this rank. An error on any rank is raised on all ranks. Collective."""
         result, error = _capture_error(work)
-        self.raise_on_every_rank(error)
+        try:
+            self.raise_on_every_rank(error)
+        finally:
+            del error  # as in `raise_on_every_rank`
         return result[0]
 
     def gather(self, work: Callable[[], T]) -> list[T]:
@@ -86,16 +89,19 @@ class Ranks(ABC):
         differ or if the ranks make different calls. Ranks compare digests; values are exchanged only if the digests differ.
         """
         given, error = _capture_error(check)
-        if self.world_size == 1:
-            self.raise_on_every_rank(error)
-            return
-        mine = (call_name, {name: repr(value) for values in given for name, value in values.items()})
-        digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
-        seen = torch.tensor([error is not None, digest, -digest], dtype=torch.int64, device="cpu")
-        self.all_reduce(seen, dist.ReduceOp.MAX)
-        refused, greatest, least = seen.tolist()
-        if refused:
-            self.raise_on_every_rank(error)
+        try:
+            if self.world_size == 1:
+                self.raise_on_every_rank(error)
+                return
+            mine = (call_name, {name: repr(value) for values in given for name, value in values.items()})
+            digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
+            seen = torch.tensor([error is not None, digest, -digest], dtype=torch.int64, device="cpu")
+            self.all_reduce(seen, dist.ReduceOp.MAX)
+            refused, greatest, least = seen.tolist()
+            if refused:
+                self.raise_on_every_rank(error)
+        finally:
+            del error  # as in `raise_on_every_rank`
         if greatest != -least:
             check_arguments_match(self.all_gather(mine))
 
@@ -209,7 +215,10 @@ def _raise_first(own: Exception | None, errors: Sequence[EmbCacheError | None]) 
     for rank, other in enumerate(errors):
         if other is not None:
             other.message = f"rank {rank}: {other.message}"
-            raise other
+            try:
+                raise other
+            finally:
+                del other, errors
 
 
 def _picklable_error(error: Exception | None) -> EmbCacheError | None:

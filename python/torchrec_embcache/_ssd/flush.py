@@ -35,7 +35,7 @@ def flush_tables(tables: Sequence[SsdTable], *, single_rank: bool = False) -> No
 
 
 def _flush_tables(tables: Sequence[SsdTable], *, single_rank: bool) -> None:
-    """Implements `flush_tables`. The caller holds `flush_lock` of each table."""
+    """Implements `flush_tables`. The caller holds `_flush_lock` of each table."""
     began = time.monotonic()
     ranks: Ranks = SingleRank() if single_rank else all_ranks()
     published: list[int] = []

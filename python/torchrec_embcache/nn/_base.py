@@ -47,7 +47,7 @@ I64 = NDArray[np.int64]
 class _KeywordOnlyMixin:
     """Rejects calls that `torch.nn` supports and this package does not, with the equivalent call in the error."""
 
-    # Editors and type checkers read the arguments from `__init__`, which lists them.
+    # Editors and type checkers read the arguments from `__init__` and `TableOptions`.
     if not TYPE_CHECKING:
 
         def __new__(cls, *positional: object, **settings: object) -> Self:

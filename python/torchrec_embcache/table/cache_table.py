@@ -752,7 +752,7 @@ class CacheTable(CloseOnExitMixin):
     def _flush_with_commit_id(self, commit_id: int | None) -> int:
         """Flushes the table as the state `commit_id` (see `_ssd/commit.py`); None selects the next commit id of this table.
 
-        Discards states of incomplete flushes of several tables. Returns the version of its rows, for `mark_flushed`.
+        Discards states of incomplete flushes of several tables. Returns the version of its rows, for `_mark_flushed`.
         """
         for other in self.commit_ids():
             try:

@@ -1,5 +1,7 @@
 """Ranks exchange control data between CPUs, also if their group exchanges only tensors of a device."""
 
+import gc
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -76,6 +78,42 @@ def _agree_on_a_bad_batch(rank: int, _world: int) -> str:
         module._all_reduce(sums)
         return f"{error} {sums.tolist()}"
     return "no error"
+
+
+class Held:
+    """An object that the frames of a failed call hold."""
+
+
+def errors_hold_nothing(rank: int, _world: int) -> None:
+    """An error, of this rank or of the other, frees the objects of its call without the garbage collector."""
+    group = all_ranks()
+    for call in (group.run, group.gather, lambda work: group.agree_on_arguments("call", work)):
+        for wrong in (0, 1) if group.world_size > 1 else (0,):
+            held = Held()
+
+            def fail(held: Held = held, wrong: int = wrong) -> dict[str, object]:
+                if rank == wrong:
+                    raise InputError(f"refused {type(held).__name__}")
+                return {}
+
+            seen, message = weakref.ref(held), ""
+            del held
+            gc.disable()
+            try:
+                try:
+                    call(fail)
+                except InputError as error:
+                    message = str(error)
+                del fail
+                assert seen() is None, (call, wrong)
+            finally:
+                gc.enable()
+            assert "refused Held" in message
+
+
+def test_an_error_of_ranks_holds_nothing_of_its_call(two_ranks: Any) -> None:
+    errors_hold_nothing(0, 1)
+    two_ranks.run(errors_hold_nothing)
 
 
 def test_a_sharded_module_agrees_over_gloo(two_ranks: Any) -> None:
