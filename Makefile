@@ -62,9 +62,11 @@ $(ENVIRONMENT): $(REQUIREMENTS)
 	@$(PY) -m uv $(SYSTEM_CERTS) pip install --python $(PY) --no-deps -r requirements/$(FLAVOUR).txt -r requirements/dev.txt
 	@touch $@
 
+HAS_RUST = { command -v cargo >/dev/null || { echo "cargo is not on the PATH: install Rust from https://rustup.rs" >&2; exit 1; }; \
+	command -v cc >/dev/null || { echo "cc is not on the PATH: install a C compiler (it links Rust programs), as in apt install gcc" >&2; exit 1; }; }
+
 $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
-	@command -v cargo >/dev/null || { echo "cargo is not on the PATH: install Rust from https://rustup.rs" >&2; exit 1; }
-	@command -v cc >/dev/null || { echo "cc is not on the PATH: install a C compiler (it links Rust programs), as in apt install gcc" >&2; exit 1; }
+	@$(HAS_RUST)
 	@echo "building the extension: a line for each crate; the last two take minutes"
 	@$(DEVELOP) --release
 	@rm -f $(DEV)
@@ -73,6 +75,7 @@ $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
 # For the loop of a contributor (see CONTRIBUTING.md): cargo's dev profile, which builds incrementally, or PROFILE=release. Both keep
 # symbols and line tables here.
 dev: $(ENVIRONMENT)
+	@$(HAS_RUST)
 	@rm -f $(NATIVE)
 	@touch $(DEV)
 	@$(DEVELOP) --profile $(or $(PROFILE),dev) --config profile.release.package.embcache-pyext.strip=false
@@ -159,7 +162,7 @@ $(DOCS): requirements/docs.txt $(ENVIRONMENT)
 	@$(PY) -m uv $(SYSTEM_CERTS) pip install --quiet --python $(PY) --no-deps -r requirements/docs.txt
 	@touch $@
 
-# It reads sources alone, and so needs no extension. A warning, such as of a link that leads nowhere, is an error. (With --quiet mkdocs
+# It reads sources, and so needs no extension. A warning, such as of a link that leads nowhere, is an error. (With --quiet mkdocs
 # would not count warnings.) rustdoc has a target directory of its own, because the Rust tests lock the other one while they are built.
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict 2>&1 | { grep -v "^INFO" || true; }
