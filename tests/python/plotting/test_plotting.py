@@ -217,7 +217,7 @@ def test_lines_that_a_full_disk_has_cut_are_left_out(folder: Path, tmp_path: Pat
     path.write_text('{"time":1.0,"step"\n' + whole + whole.splitlines()[-1][:100])
     found, expected = read_panels([path]), read_panels([folder / "metrics.jsonl"])
     assert [str(panel.as_dict()) for panel in found] == [str(panel.as_dict()) for panel in expected]
-    assert "2 of 9 lines are no whole samples" in caplog.text
+    assert "2 of 9 lines are incomplete samples" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_counter_that_no_number_can_hold_is_left_out(tmp_path: Path, caplog: p
     lines = [sample_to_line(sample) for sample in history([0, 10, 20])]
     path.write_text("\n".join([*lines[:2], lines[2].replace('"host.hits":20', f'"host.hits":{10**400}')]) + "\n")
     assert read_panels([path])
-    assert "metrics.jsonl: 1 of 3 lines are no whole samples" in caplog.text
+    assert "metrics.jsonl: 1 of 3 lines are incomplete samples" in caplog.text
 
 
 def test_every_cut_of_a_file_of_traffic_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -120,8 +120,9 @@ class StoredTable:
                     f"table {name!r}: its parts have the columns {sorted(part)} and {sorted(parts[0])}: id and weight are needed, "
                     "and the same everywhere"
                 )
-            for column in part.keys() & {"id", "weight", *METADATA}:
-                _check_column(name, column, part[column])
+            for column in ("id", "weight", *METADATA):
+                if column in part:
+                    _check_column(name, column, part[column])
             lengths = {column: stored.shape[0] if stored.shape else 0 for column, stored in part.items()}
             if len(set(lengths.values())) > 1:
                 raise CorruptionError(f"table {name!r}: its columns do not belong together: rows {lengths}")
