@@ -11,6 +11,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Self, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from torchrec_embcache import _native
@@ -111,11 +112,16 @@ def save_ranks() -> Ranks:
         return ranks
     world = dist.group.WORLD
     assert world is not None
-    if _group is None or _group.is_broken or _group_world is None or _group_world() is not world:
+    is_missing = _group is None or _group.is_broken or _group_world is None or _group_world() is not world
+    # A group can break on some ranks only. All of them create the next one, or none.
+    creates = torch.tensor([is_missing], dtype=torch.int32, device="cpu")
+    ranks.all_reduce(creates, dist.ReduceOp.MAX)
+    if creates.item():
         made = dist.new_group(backend="gloo")
         assert isinstance(made, dist.ProcessGroup)
         made.set_timeout(_MAX_SAVE_DURATION)
         _group, _group_world = BackgroundRanks(made), weakref.ref(world)
+    assert _group is not None, "it exists, or is missing here"
     return _group
 
 

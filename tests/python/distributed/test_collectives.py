@@ -14,6 +14,7 @@ from torchrec_embcache import Saver, evict, set_time
 from torchrec_embcache._dist import ranks
 from torchrec_embcache._dist.collective import cpu_group
 from torchrec_embcache._dist.ranks import all_ranks
+from torchrec_embcache.checkpoint import _background
 from torchrec_embcache.exceptions import InputError
 from torchrec_models import ROW_WISE, Model, batches, sharded
 
@@ -114,6 +115,21 @@ def errors_hold_nothing(rank: int, _world: int) -> None:
 def test_an_error_of_ranks_holds_nothing_of_its_call(two_ranks: Any) -> None:
     errors_hold_nothing(0, 1)
     two_ranks.run(errors_hold_nothing)
+
+
+def save_after_a_break(rank: int, _world: int, path: str) -> list[str]:
+    """Async saves whose group broke on one rank only before the second save."""
+    model, kinds = sharded(Model(), ROW_WISE), []
+    for _ in range(3):
+        kinds.append(Saver().save_async(model, path, incremental=True).result().kind)
+        if len(kinds) == 1 and rank == 1:
+            assert _background._group is not None
+            _background._group.is_broken = True
+    return kinds
+
+
+def test_a_group_that_broke_on_one_rank_is_created_again_on_all(two_ranks: Any, tmp_path: Path) -> None:
+    assert two_ranks.run(save_after_a_break, str(tmp_path / "saved")) == [["full", "delta", "delta"]] * 2
 
 
 def test_a_sharded_module_agrees_over_gloo(two_ranks: Any) -> None:
