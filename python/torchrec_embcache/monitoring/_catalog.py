@@ -84,12 +84,7 @@ METRICS: tuple[Metric, ...] = (
         name="overflow_batches",
     ),
     metric_of("table", "dropped_rows", "counter", 'Rows that `on_full="evict"` removed from the table.'),
-    metric_of(
-        "table",
-        "row_wait",
-        "histogram",
-        "Time that training waited for the rows of a batch.",
-    ),
+    metric_of("table", "row_wait", "histogram", "Time that training waited for the rows of a batch."),
     metric_of("table", "lock_held", "histogram", "Duration of each hold of the table's lock."),
     Metric("kernels", "embcache_kernels_info", "text", "Kernels of the table: core, triton or torch."),
     *_tier("device", "on the device"),

@@ -144,7 +144,7 @@ class CacheTable(CloseOnExitMixin):
         ... )
         >>> table.import_rows([7, -1], [[1.0, 2.0], [3.0, 4.0]])  # n = 2
         >>> found = table.read_rows([7, 8])
-        >>> found.weights  # [n, D]: the id 8 has no row, so that this is what it would be born with
+        >>> found.weights  # [n, D]: the id 8 has no row, so this is its initial value
         tensor([[1.0000, 2.0000],
                 [0.5000, 0.5000]])
         >>> found.found
@@ -216,7 +216,7 @@ class CacheTable(CloseOnExitMixin):
         self._loaded_step = 0
         # The row version that a resume finds. None: it finds other rows, or none.
         self._flushed: int | None = None
-        self._opened_by_pid, self._opened_among_ranks = 0, False
+        self._opened_by_pid, self._is_multi_rank = 0, False  # set when it is opened
         self._lifecycle_source: _native.Table | None = None  # closed; the next table that is opened adopts its counts
         # Held from the choice of a flush's commit id until its state is committed.
         self._flush_lock = threading.RLock()
@@ -412,7 +412,7 @@ class CacheTable(CloseOnExitMixin):
             if self._unusable_reason is not None:
                 native.set_unusable(self._unusable_reason)
             self._opened_by_pid = os.getpid()
-            self._opened_among_ranks = self.world_size > 1 or all_ranks().world_size > 1
+            self._is_multi_rank = self.world_size > 1 or all_ranks().world_size > 1
             self._flushed = native.version() if segments is None else None
             self._tier_or_none, self._native_or_none, self._lifecycle_source = tier, native, None
             if directory is not None:
@@ -438,8 +438,8 @@ class CacheTable(CloseOnExitMixin):
             return None
         check_device_memory(self._settings, self._spec, self._device_rows)
         with convert_out_of_memory(
-            f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} cannot be had on {self.device}: give less, or "
-            "free memory there"
+            f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} cannot be allocated on {self.device}: give "
+            "less, or free memory there"
         ):
             return make_tier(self.dim, self._spec, self._device_rows, self.device)
 
@@ -721,11 +721,6 @@ class CacheTable(CloseOnExitMixin):
     def _ssd_bytes_held(self) -> int:
         """Size of the SSD tier's files in bytes."""
         return ssd.tier.bytes if (ssd := self._native_table.stats().ssd) is not None else 0
-
-    @property
-    def _is_multi_rank(self) -> bool:
-        """True if it was opened in a process that is one of several ranks."""
-        return self._opened_among_ranks
 
     @property
     def _has_unflushed_rows(self) -> bool:

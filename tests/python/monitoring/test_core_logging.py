@@ -490,7 +490,7 @@ def test_space_waits_and_dropped_states_are_warnings(tmp_path: Path, caplog: pyt
     waits = [text for text in said if "waits until its SSD tier has room" in text]
     assert len(waits) == 1
     assert re.search(r"raise ssd_bytes.* table=t waits=1 free_bytes=\d+ needed_bytes=\d+", waits[0])
-    given_up = [text for text in said if "gives up its oldest published state" in text]
+    given_up = [text for text in said if "drops its oldest published state" in text]
     assert given_up
     assert all(
         re.search(r"table=t commit_id=\d+ states=\d+ free_bytes=\d+ retained_bytes=\d+", text) for text in given_up

@@ -35,7 +35,7 @@ def test_flush_follows_one_without_a_state_despite_the_clock(tmp_path, monkeypat
         bag.flush()
         flush(bag)
         last = max(bag.table.commit_ids())
-        # This is as where room is short, when states are given up.
+        # This is as if space were short and states were dropped.
         for commit_id in bag.table.commit_ids():
             bag.table._native_table.forget_commit(commit_id)
         monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)

@@ -112,7 +112,7 @@ def test_a_device_tier_that_cannot_be_made_says_why(monkeypatch, said, is_memory
         with pytest.raises(RuntimeError, match=said) as raised:
             make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB"))
     assert isinstance(raised.value, DeviceMemoryError) == is_memory
-    assert ("device_bytes=1024 of table 'item' cannot be had on cpu" in str(raised.value)) == is_memory
+    assert ("device_bytes=1024 of table 'item' cannot be allocated on cpu" in str(raised.value)) == is_memory
 
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")

@@ -51,7 +51,7 @@ class RecisSession(AbandonOnError[_native.RecisSave]):
     @property
     def native(self) -> _native.RecisSave:
         """The save that has begun. Any thread can call `append` and `append_rows`; calls for one block must not overlap."""
-        assert self._native is not None, "begin() comes before, and it was not given up"
+        assert self._native is not None, "begin() comes before, and it was not abandoned"
         return self._native
 
     def open_files(self, parallel: int, blocks: Sequence[_native.RecisBlockSpec]) -> None:

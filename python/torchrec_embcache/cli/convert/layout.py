@@ -43,9 +43,10 @@ _CHUNK_BYTES = 32 << 20
 class ConvertSettings:
     """Settings that a format does not contain.
 
-    `rename`: new names of tables. `skip`: omitted slots. The others of a conversion to our checkpoint are those of its tables.
+    `rename`: new names of tables. `skip`: omitted slots. The other settings of a conversion to our checkpoint are those of its
+    tables.
 
-    Of a conversion to TorchRec, `rows`: `num_embeddings` of each table, by `<table>` or `<module>/<table>`. `model_key`,
+    Settings of a conversion to TorchRec. `rows`: `num_embeddings` of each table, by `<table>` or `<module>/<table>`. `model_key`,
     `optimizer_key`: keys of the state dicts of the model and of its fused optimizer in the saved state; "" for none. `sequences`:
     the modules that are an `EmbeddingCollection`; all others are an `EmbeddingBagCollection`.
     """

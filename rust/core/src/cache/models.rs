@@ -3,14 +3,12 @@
 use std::sync::Arc;
 
 use super::{Lookup, Plan, PlanMode, PreImages, RowBlock, RowChunk, Table};
-use crate::config::{
-    AdmissionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, ReopenMode, SsdConfig, TableConfig,
-};
+use crate::config::{OptimizerKind, PolicyKind, ReopenMode, SsdConfig, TableConfig};
 use crate::io::{IoEngine, MemoryEngine};
 use crate::kernels::Hyperparameters;
 use crate::rows::{InitializerSpec, RowHeader};
 use crate::ssd::models::{model, read_waiting, spawn};
-use crate::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
+use crate::types::Id;
 
 mod device;
 
@@ -18,26 +16,13 @@ const DIM: usize = 2;
 
 /// A table with four row slots in RAM.
 fn config() -> TableConfig {
+    let ssd = SsdConfig { dir: "/t".into(), bytes: 1 << 20, reopen: ReopenMode::Never, resume_commit_id: None };
     let mut config = TableConfig {
-        name: "t".into(),
-        key: 1,
-        dim: DIM,
         optimizer: OptimizerKind::Sgd,
         initializer: InitializerSpec::Constant { value: 0.0 },
-        seed: 0,
-        total_num_buckets: 1,
-        buckets: 0..1,
-        host_bytes: 0,
-        shared_budget: None,
-        device_rows: None,
-        ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 20, reopen: ReopenMode::Never, resume_commit_id: None }),
+        ssd: Some(ssd),
         policy: PolicyKind::Lru,
-        on_full: OnFull::Error,
-        admission: AdmissionRule::All,
-        not_admitted: MissingRead::Initial,
-        missing_read: MissingRead::Initial,
-        score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
-        eviction: None,
+        ..super::tests::config(DIM)
     };
     config.host_bytes = 4 * super::host_row_bytes(&config.layout(), config.policy);
     config

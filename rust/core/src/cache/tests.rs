@@ -15,7 +15,8 @@ const HOST_BYTES: u64 = 12 << 20;
 /// Both parts of the arena may end within a page, which may be a huge page.
 const PAGES_BYTES: u64 = 2 * (2 << 20);
 
-fn config(dim: usize) -> TableConfig {
+/// A table in RAM and on SSD, with the default of each option.
+pub(super) fn config(dim: usize) -> TableConfig {
     TableConfig {
         name: "t".into(),
         key: 1,

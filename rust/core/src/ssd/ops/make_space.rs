@@ -200,7 +200,7 @@ fn drop_oldest_state(tier: &TierInner, state: &mut TierState) -> Result<()> {
         states = state.states().len(),
         free_bytes = tier.context.space.free_bytes(),
         retained_bytes = state.retained_bytes(),
-        "an SSD tier gives up its oldest published state, because room is short: raise ssd_bytes, or what was flushed last may not be resumed"
+        "an SSD tier drops its oldest published state to free space: raise ssd_bytes, or the last flush may not be resumed"
     );
     state.states_mut().mark_oldest_dropped();
     remove_state_at(tier, state, 0)
