@@ -78,9 +78,11 @@ def _serve(rank: int, size: int, store: str, tasks: Any, answers: Any) -> None:
         while (task := tasks.get()) is not None:
             file, name, args = task
             try:
-                answers.put((rank, getattr(_load(file), name)(rank, size, *args), None))
+                result, failure = getattr(_load(file), name)(rank, size, *args), None
             except BaseException:
-                answers.put((rank, None, traceback.format_exc()))
+                result, failure = None, traceback.format_exc()
+            # torch names the next group by the number of groups that this rank has made.
+            answers.put((rank, result, failure, dist.distributed_c10d._world.group_count))
 
 
 class Child:
@@ -157,19 +159,24 @@ class World:
         for tasks in self._tasks:
             tasks.put((file, function.__name__, args))
         results: list[Any] = [None] * self.size
-        failures = []
+        failures, group_counts = [], set()
         for _ in range(self.size):
             try:
-                rank, result, failure = self._answers.get(timeout=REST_TIMEOUT_S if failures else ANSWER_TIMEOUT_S)
+                rank, result, failure, group_count = self._answers.get(
+                    timeout=REST_TIMEOUT_S if failures else ANSWER_TIMEOUT_S
+                )
             except queue.Empty:
                 failures.append("the other ranks have not answered")
                 break
             results[rank] = result
+            group_counts.add(group_count)
             if failure is not None:
                 failures.append(f"rank {rank}:\n{failure}")
         if failures:
             self.stop()  # ranks may be at different steps
             raise AssertionError("\n".join(failures))
+        if len(group_counts) > 1:
+            self.stop()  # the ranks would wait for each other in the next group, under different names
         return results
 
     def stop(self) -> None:
