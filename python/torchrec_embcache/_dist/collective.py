@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["cpu_group", "exchange", "is_distributed"]
+__all__ = ["cpu_group", "exchange", "gloo_group", "is_distributed"]
 
 T = TypeVar("T")
 
@@ -36,17 +36,21 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> Any:
     if any(device.type == "cpu" for device in asked._device_types):  # noqa: SLF001 - torch says it nowhere else
         return asked
     if asked not in _gloo_groups:
-        _gloo_groups[asked] = _gloo_group(asked)
+        _gloo_groups[asked] = gloo_group(asked, "cpu")
     return _gloo_groups[asked]
 
 
-def _gloo_group(group: dist.ProcessGroup) -> Any:
-    # `new_group` would require ranks outside of the group to take part, or would name later groups differently on these ranks.
+def gloo_group(group: dist.ProcessGroup, name: str) -> Any:
+    """Creates a gloo group of the ranks of `group`. They make this call at the same time, with the same new `name`.
+
+    `new_group` would require ranks outside of the group to take part, and it names groups by their number, which differs between
+    ranks that were members of different groups before.
+    """
     backends = [group._get_backend(device) for device in group._device_types]  # noqa: SLF001
     options = [getattr(backend, "options", None) for backend in backends]
     timeouts = [getattr(each, "_timeout", dist.distributed_c10d.default_pg_timeout) for each in options]
     group_store = dist.distributed_c10d._get_process_group_store(group)  # noqa: SLF001
-    store = dist.distributed_c10d.PrefixStore("torchrec_embcache", group_store)
+    store = dist.distributed_c10d.PrefixStore(f"torchrec_embcache/{name}", group_store)
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), max(timeouts))
 
 

@@ -133,20 +133,25 @@ class ProcessGroupRanks(Ranks):
         self._group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
+    @property
+    def _cpu_group(self) -> Any:
+        """The group that exchanges CPU tensors."""
+        return cpu_group(self._group)
+
     def all_gather(self, value: T) -> list[T]:
         """See `Ranks.all_gather`."""
-        return exchange(value, cpu_group(self._group))
+        return exchange(value, self._cpu_group)
 
     def all_reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """See `Ranks.all_reduce`."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        cpu_group(self._group).allreduce([values], options).wait()
+        self._cpu_group.allreduce([values], options).wait()
 
     def all_to_all(self, data: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """See `Ranks.all_to_all`."""
         arrived = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
-        cpu_group(self._group).alltoall_base(arrived, data, received, sent).wait()
+        self._cpu_group.alltoall_base(arrived, data, received, sent).wait()
         return arrived
 
 
@@ -158,6 +163,12 @@ class BackgroundRanks(ProcessGroupRanks):
 
     is_broken = False
     """True if a rank has exited or the ranks are out of step."""
+    _cpu_group: Any = None
+
+    def __init__(self, group: Any) -> None:
+        """`group`: a new gloo group, made by `gloo_group`."""
+        self._cpu_group = group
+        self.rank, self.world_size = group.rank(), group.size()
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """See `Ranks.gather`. Results and errors are exchanged at once."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_embcache import _native
-from torchrec_embcache._dist.collective import is_distributed
+from torchrec_embcache._dist.collective import gloo_group, is_distributed
 from torchrec_embcache._dist.ranks import BackgroundRanks, Ranks, all_ranks
 from torchrec_embcache._saves_in_flight import SaveInFlight, wait_for_saves
 from torchrec_embcache.table.cache_table import CacheTable
@@ -102,11 +102,12 @@ class AsyncSaveRunner:
 # The default process group for which `_group` was created.
 _group_world: weakref.ref[dist.ProcessGroup] | None = None
 _group: BackgroundRanks | None = None
+_groups_created = 0  # the same on all ranks
 
 
 def save_ranks() -> Ranks:
     """Returns all ranks, in a gloo group for saves only; training collectives never wait for it. Created once. Collective."""
-    global _group, _group_world
+    global _group, _group_world, _groups_created
     ranks = all_ranks()
     if ranks.world_size == 1:
         return ranks
@@ -114,11 +115,11 @@ def save_ranks() -> Ranks:
     assert world is not None
     is_missing = _group is None or _group.is_broken or _group_world is None or _group_world() is not world
     # A group can break on some ranks only. All of them create the next one, or none.
-    creates = torch.tensor([is_missing], dtype=torch.int32, device="cpu")
-    ranks.all_reduce(creates, dist.ReduceOp.MAX)
-    if creates.item():
-        made = dist.new_group(backend="gloo")
-        assert isinstance(made, dist.ProcessGroup)
+    number = torch.tensor([_groups_created + 1 if is_missing else 0], dtype=torch.int64, device="cpu")
+    ranks.all_reduce(number, dist.ReduceOp.MAX)
+    if number.item():
+        _groups_created = int(number.item())
+        made = gloo_group(world, f"saves/{_groups_created}")
         made.set_timeout(_MAX_SAVE_DURATION)
         _group, _group_world = BackgroundRanks(made), weakref.ref(world)
     assert _group is not None, "it exists, or is missing here"

@@ -132,6 +132,18 @@ def test_a_group_that_broke_on_one_rank_is_created_again_on_all(two_ranks: Any, 
     assert two_ranks.run(save_after_a_break, str(tmp_path / "saved")) == [["full", "delta", "delta"]] * 2
 
 
+def save_beside_own_groups(_rank: int, _world: int, path: str) -> str:
+    """An async save after rank 0 alone has made a group, so that torch names the next group differently on the ranks."""
+    model = sharded(Model(), ROW_WISE)
+    dist.new_group([0], use_local_synchronization=True)
+    _background._group = None
+    return Saver().save_async(model, path).result().kind
+
+
+def test_groups_of_a_part_of_the_ranks_do_not_stop_async_saves(two_ranks: Any, tmp_path: Path) -> None:
+    assert two_ranks.run(save_beside_own_groups, str(tmp_path / "saved")) == ["full", "full"]
+
+
 def test_a_sharded_module_agrees_over_gloo(two_ranks: Any) -> None:
     assert two_ranks.run(_agree_on_a_bad_batch) == ["no such feature [3, 20]", "rank 0: no such feature [3, 20]"]
 
