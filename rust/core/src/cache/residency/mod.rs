@@ -1,5 +1,5 @@
 //! Residency of a table's rows: the operations on rows that depend both on their placement in the tiers and on their
-//! lifecycle.
+//! lifecycle. The type is defined in `expiry`, whose operations these use.
 //!
 //! All of it runs under the table's lock. A plan *admits* rows to the host tier, *trains* and *releases* them; calls by
 //! id *read*, *import* and *forget* rows. An operation that needs rows or space first finishes the sweep in progress.
