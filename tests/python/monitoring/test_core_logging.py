@@ -466,8 +466,9 @@ def test_what_compaction_chooses_is_logged_with_its_reason(tmp_path: Path, caplo
 
 def test_space_waits_and_dropped_states_are_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first wait is logged, and not each of those within a minute of it. Compaction may keep ahead of a few imports, so they
-    are repeated until two have waited.
+    are repeated until two have waited and the last flush is lost.
     """
+    begin = time.monotonic()
     with caplog.at_level(logging.WARNING, f"{PACKAGE}.core"):
         table = CacheTable(
             name="t",
@@ -484,15 +485,16 @@ def test_space_waits_and_dropped_states_are_warnings(tmp_path: Path, caplog: pyt
             if version % 4 == 0:
                 table.flush()
             stats = table.stats().ssd
-            if version >= 12 and stats is not None and stats.space_waits > 1:
+            if stats is not None and stats.space_waits > 1 and stats.has_lost_flush:
                 break
         said = [record.getMessage() for record in of_the_core(caplog)]
         table.close()
+    elapsed = time.monotonic() - begin
     assert stats is not None
     assert stats.space_waits > 1
     assert stats.has_lost_flush
     waits = [text for text in said if "waits until its SSD tier has room" in text]
-    assert len(waits) == 1
+    assert 1 <= len(waits) <= 1 + elapsed // 60
     assert re.search(r"raise ssd_bytes.* table=t waits=1 free_bytes=\d+ needed_bytes=\d+", waits[0])
     given_up = [text for text in said if "drops its oldest published state" in text]
     assert given_up
