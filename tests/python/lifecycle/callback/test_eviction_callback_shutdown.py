@@ -410,12 +410,13 @@ def test_queues_that_were_told_go_with_the_next_load(tmp_path: Path):
     hook.gate.set()
     table = dying(hook)
     train(table, 1, 2)
+    hook.told(1)
     Saver(0).save(table, tmp_path)
     other = optimizers.RowWiseAdagrad(lr=0.1)
     for turn in range(4):
         train(table, 10 * turn + 1, 10 * turn + 2)
+        hook.told(2)
         table.optimizer = other if turn % 2 else optimizers.SGD(lr=0.1)
         Saver(0).load(table, tmp_path, slots=False)
-    hook.told(4)
     assert len(table.table._evict_notifier._sources) <= 2
     table.close()
