@@ -145,7 +145,7 @@ def test_saves_loads_and_closing_wait_for_the_one_under_way(root: Path, held: th
     def note(name: str, call: Any) -> threading.Thread:
         def run() -> None:
             call()
-            ended.append((name, first.done()))
+            ended.append((name, held.is_set()))
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -163,6 +163,7 @@ def test_saves_loads_and_closing_wait_for_the_one_under_way(root: Path, held: th
         call.join(SECONDS)
         assert not call.is_alive()
     assert sorted(ended[1:]) == [("save", True), ("save_async", True)]
+    assert first.result(SECONDS).kind == "full"
     assert loaded(root) == rows(bag), "the later save is the newest"
 
 
