@@ -426,9 +426,9 @@ fn expired_row_counts_from_zero_before_readmission() {
 fn row_pinned_when_sweep_passed_expires_after_batch() {
     let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
     // Space for the index of these rows, and for several hundred of them.
-    let wanted = TableConfig { host_bytes: 400_000, ..settings(1, Some(eviction)) };
+    let wanted = TableConfig { host_bytes: 800_000, ..settings(1, Some(eviction)) };
     let (rig, _) = Rig::with_faults(wanted);
-    for first in (0..30_000).step_by(1000) {
+    for first in (0..60_000).step_by(1000) {
         rig.import(&(first..first + 1000).map(|id| (id, row_of(id))).collect()).expect("imported");
     }
     rig.train(&[-1], BAG, 0).expect("a step");
@@ -436,7 +436,8 @@ fn row_pinned_when_sweep_passed_expires_after_batch() {
     let held = rig.plan(&[5], PlanMode::EVALUATE).expect("a plan");
     rig.place(&held).expect("a place");
     rig.table.sweep().expect("a sweep");
-    // Each batch continues the sweep, which has passed some of the records on SSD by then.
+    // Each batch continues the sweep, which has passed some of the records on SSD by then. A batch passes at most
+    // 16,384 of them.
     for _ in 0..3 {
         rig.evaluate(&[-2], BAG, true).expect("an evaluation");
     }
