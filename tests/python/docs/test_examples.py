@@ -15,14 +15,23 @@ import pytest
 from project_paths import ROOT
 
 # Each process imports this as it starts. It notes which of gloo's threads live when the interpreter begins to shut down. A thread
-# that lets go of a tensor after that aborts the process.
+# that lets go of a tensor after that aborts the process. A thread that was joined may be listed for a moment.
 NOTE_THREADS_AT_EXIT = """
-import atexit, glob, os
+import atexit, contextlib, glob, os, time
+
+def threads_of_gloo():
+    names = []
+    for task in glob.glob("/proc/self/task/*"):
+        with contextlib.suppress(OSError), open(task + "/comm") as file:
+            names.append(file.read().strip())
+    return [name for name in names if "gloo" in name]
 
 def note():
-    names = [open(task + "/comm").read().strip() for task in glob.glob("/proc/self/task/*")]
+    deadline = time.monotonic() + 10
+    while (left := threads_of_gloo()) and time.monotonic() < deadline:
+        time.sleep(0.01)
     with open(os.path.join(os.path.dirname(__file__), "threads-" + os.environ["LOCAL_RANK"]), "w") as file:
-        file.write(" ".join(name for name in names if "gloo" in name))
+        file.write(" ".join(left))
 
 if "LOCAL_RANK" in os.environ:
     atexit.register(note)
