@@ -51,7 +51,8 @@ def place(tmp_path: Path) -> Place:
 @contextlib.contextmanager
 def exchanging(one: Path, other: Path) -> Iterator[None]:
     """A thread that exchanges two paths all the time. At the end the first path is what it was."""
-    libc, over, times = ctypes.CDLL(None, use_errno=True), threading.Event(), 0
+    libc, times = ctypes.CDLL(None, use_errno=True), 0
+    begun, over = threading.Event(), threading.Event()
 
     def exchange() -> None:
         nonlocal times
@@ -62,15 +63,17 @@ def exchanging(one: Path, other: Path) -> Iterator[None]:
         # Now and then it waits long enough for the check to pass, and for nothing that follows.
         while not over.wait(random.random() * 0.004) or times % 2:
             exchange()
+            if times == 2:
+                begun.set()
 
     attacker = threading.Thread(target=work)
     attacker.start()
     try:
+        assert begun.wait(600)
         yield
     finally:
         over.set()
         attacker.join()
-    assert times > 0
 
 
 @pytest.mark.parametrize("door", DOORS)
