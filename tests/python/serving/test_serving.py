@@ -247,7 +247,7 @@ def test_requests_in_threads_see_one_version_whole_while_versions_swap(ckpt: Pat
     def save(number: int) -> None:
         for table in model.values():
             table.import_rows(ids, [[float(number)] * 4] * len(ids))  # type: ignore[operator]
-        saver.save(model, ckpt, incremental=number % 10 != 0, keep=2)
+        saver.save(model, ckpt, incremental=number % 10 != 0, keep=9999)
 
     save(0)
     faults: list[str] = []
