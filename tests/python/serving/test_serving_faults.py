@@ -2,7 +2,6 @@
 
 import fcntl
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 
 from lifecycle_cases import embedding
 from project_paths import SUPPORT
-from serving_cases import LATEST, command, contents, publish, served, two_saves, value_of
+from serving_cases import LATEST, command, contents, ended_by_ctrl_c, publish, served, two_saves, value_of
 from tables import ssd_tiers
 from torchrec_embcache import Saver, serving
 from torchrec_embcache.cli import main
@@ -199,20 +198,9 @@ def command_index(ckpt: Path) -> None:
 def test_ctrl_c_ends_the_wait_for_an_index(work: Callable[[Path], object], ckpt: Path) -> None:
     """Another process that makes the index holds the checkpoint meanwhile."""
     _, _, name = two_saves(ckpt)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
     with (ckpt / name / "lock").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                work(ckpt)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        ended_by_ctrl_c(lambda: work(ckpt))
     assert not list(ckpt.glob("*/serve.idx*"))
     with serving.open(ckpt) as tables, tables.pin() as version:
         assert value_of(version) == 1.0

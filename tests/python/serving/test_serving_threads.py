@@ -4,7 +4,6 @@ import copy
 import fcntl
 import pickle
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from lifecycle_cases import embedding
-from serving_cases import LATEST, publish, served, threads, two_saves, until, value_of
+from serving_cases import LATEST, ended_by_ctrl_c, publish, served, threads, two_saves, until, value_of
 from torchrec_embcache import Saver, TierBudgets, serving
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.monitoring import ServingCollector
@@ -175,22 +174,11 @@ def test_closing_does_not_wait_for_an_index_that_another_process_makes(ckpt: Pat
 
 def test_ctrl_c_ends_a_look_that_waits_for_the_look_of_a_thread(ckpt: Path) -> None:
     table, saver, _ = two_saves(ckpt)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with serving.open(ckpt) as tables:
         second = publish(table, saver, ckpt, 20.0, full=True)
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            with look_that_stands_still(ckpt, tables, second, STILL) as end:
-                signal.setitimer(signal.ITIMER_REAL, 0.3)
-                with pytest.raises(KeyboardInterrupt):
-                    tables.poll()
-                assert end()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        with look_that_stands_still(ckpt, tables, second, STILL) as end:
+            ended_by_ctrl_c(tables.poll)
+            assert end()
 
 
 def test_closing_does_not_wait_for_the_look_of_a_thread(ckpt: Path) -> None:

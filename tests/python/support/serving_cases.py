@@ -1,6 +1,7 @@
 """Helpers of the serving tests: a small saved table, and reads of it."""
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,26 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it never comes true"
         time.sleep(0.001)
+
+
+def ended_by_ctrl_c(work: Callable[[], object]) -> None:
+    """Runs `work`, which waits until Ctrl-C comes, and checks that it raises `KeyboardInterrupt`."""
+
+    def interrupt(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.3, 0.3)
+        work()
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def threads() -> list[str]:
