@@ -13,7 +13,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from lifecycle_cases import embedding, update
 from processes import World, process_group
-from serving_cases import LATEST, Rows, contents, publish, served, threads, two_saves, until, value_of
+from serving_cases import LATEST, Rows, contents, followers, publish, served, two_saves, until, value_of
 from tables import EXTREME_IDS
 from torchrec_embcache import Saver, admission, cache_modules, serving
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
@@ -215,7 +215,7 @@ def test_a_thread_takes_up_what_is_published(ckpt: Path) -> None:
             assert value_of(tables.pin()) == value
         polls = tables.stats().polls
         until(lambda: tables.stats().polls > polls)
-    assert "embcache-follow" not in threads()
+    until(lambda: not followers())
 
 
 def test_requests_come_before_the_thread_that_follows(ckpt: Path) -> None:
@@ -223,8 +223,8 @@ def test_requests_come_before_the_thread_that_follows(ckpt: Path) -> None:
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     with serving.open(ckpt, follow=serving.Follow(poll_seconds=0.001)) as tables:
         until(lambda: tables.stats().polls > 0)
-        tasks = Path("/proc/self/task").iterdir()
-        (follower,) = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == "embcache-follow"]
+        until(lambda: len(followers()) == 1)
+        (follower,) = followers()
         assert os.getpriority(os.PRIO_PROCESS, follower) == max(own, 10)
         assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
@@ -234,7 +234,7 @@ def test_closing_does_not_wait_for_the_next_look(ckpt: Path) -> None:
     for _ in range(100):  # also where the thread has hardly begun
         with serving.open(ckpt, follow=serving.Follow(poll_seconds=100_000)) as tables:
             assert value_of(tables.pin()) == 1.0
-    assert "embcache-follow" not in threads()
+    until(lambda: not followers())
 
 
 @pytest.mark.slow

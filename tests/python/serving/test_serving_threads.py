@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lifecycle_cases import embedding
-from serving_cases import LATEST, ended_by_ctrl_c, publish, served, threads, two_saves, until, value_of
+from serving_cases import LATEST, ended_by_ctrl_c, followers, publish, served, two_saves, until, value_of
 from torchrec_embcache import Saver, TierBudgets, serving
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.monitoring import ServingCollector
@@ -165,7 +165,7 @@ def test_closing_does_not_wait_for_an_index_that_another_process_makes(ckpt: Pat
         closing.start()
         closing.join(LIMIT)
         assert not closing.is_alive()
-        assert "embcache-follow" not in threads()
+        until(lambda: not followers())
         assert value_of(held) == 1.0
     assert not list((ckpt / second).glob("serve.idx*"))
     with serving.open(ckpt) as tables:
@@ -192,7 +192,7 @@ def test_closing_does_not_wait_for_the_look_of_a_thread(ckpt: Path) -> None:
         threading.Event().wait(0.3)
         tables.close()
         assert end()
-    assert "embcache-follow" not in threads()
+    until(lambda: not followers())
 
 
 def test_lookups_go_on_while_large_checkpoints_are_opened_beside(ckpt: Path) -> None:
@@ -277,7 +277,7 @@ def test_tables_closed_during_lookups_give_rows_or_an_error(ckpt: Path) -> None:
         assert served(held, IDS) == {row_id: [float(row_id)] * 4 for row_id in IDS}
         with pytest.raises(StateError, match="closed"):
             tables.pin()
-    assert "embcache-follow" not in threads()
+    until(lambda: not followers())
 
 
 @pytest.mark.slow

@@ -75,12 +75,14 @@ def ended_by_ctrl_c(work: Callable[[], object]) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def threads() -> list[str]:
-    names = []
+def followers() -> list[int]:
+    """The ids of the threads that follow. A thread that was joined may be listed for a moment."""
+    found = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-            names.append((task / "comm").read_text().strip())
-    return names
+            if (task / "comm").read_text().strip() == "embcache-follow":
+                found.append(int(task.name))
+    return found
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
