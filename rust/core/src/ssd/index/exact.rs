@@ -70,8 +70,14 @@ impl ExactMapFilter {
     /// True if an id with this hash may have been added.
     #[inline]
     fn may_contain(&self, hash: u64) -> bool {
-        let word = (hash / 64) as usize & self.words.len().wrapping_sub(1);
-        self.words.get(word).is_none_or(|word| word >> (hash % 64) & 1 != 0)
+        let (word, bit) = self.bit_of(hash);
+        self.words.get(word).is_none_or(|word| word >> bit & 1 != 0)
+    }
+
+    /// Word and bit of a hash. Not of its low bits, which are similar for all ids of a rank: they determine the bucket.
+    fn bit_of(&self, hash: u64) -> (usize, u64) {
+        let bits = hash >> 32;
+        ((bits / 64) as usize & self.words.len().wrapping_sub(1), bits % 64)
     }
 
     /// Adds an id with this hash. Returns false, without adding it, if there are too few bits.
@@ -79,8 +85,8 @@ impl ExactMapFilter {
         if self.words.is_empty() || self.added >= self.words.len() * 8 {
             return false;
         }
-        let word = (hash / 64) as usize & (self.words.len() - 1);
-        self.words[word] |= 1 << (hash % 64);
+        let (word, bit) = self.bit_of(hash);
+        self.words[word] |= 1 << bit;
         self.added += 1;
         true
     }
