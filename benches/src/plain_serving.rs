@@ -19,7 +19,7 @@ const ROW_BYTES: usize = DIM * 4;
 const LINE_FLOATS: usize = 16;
 const PAGE: usize = 4096;
 
-/// A file of rows, mapped read-only.
+/// A group of a file of rows, mapped read-only.
 #[derive(Debug)]
 struct Mapped {
     file: File,
@@ -32,7 +32,8 @@ struct Mapped {
 }
 
 impl Mapped {
-    fn open(path: &Path) -> Self {
+    /// Maps a file for one of its groups. Returns `None` if it has fewer.
+    fn open(path: &Path, group: usize) -> Option<Self> {
         let file = File::open(path).expect("a file of rows");
         let bytes = file.metadata().expect("an open file").len() as usize;
         // SAFETY: this creates a read-only mapping of an open file, with the file's length.
@@ -46,14 +47,15 @@ impl Mapped {
         let length = u64::from_le_bytes(this.slice(0, 8).try_into().expect("eight bytes")) as usize;
         let header: Value = serde_json::from_slice(this.slice(8, length)).expect("a safetensors header");
         let range = |name: &str| {
-            let bound = |at: usize| header[name]["data_offsets"][at].as_u64().expect("a tensor") as usize;
-            (8 + length + bound(0), bound(1) - bound(0))
+            let name = if group == 0 { name.to_owned() } else { format!("{name}.{group}") };
+            let bound = |at: usize| header[&name]["data_offsets"][at].as_u64().map(|bound| bound as usize);
+            Some((8 + length + bound(0)?, bound(1)? - bound(0)?))
         };
-        let (ids, id_bytes) = range("id");
+        let (ids, id_bytes) = range("id")?;
         let id = |bytes: &[u8]| Id::from_le_bytes(bytes.try_into().expect("eight bytes"));
         this.ids = this.slice(ids, id_bytes).chunks_exact(8).map(id).collect();
-        this.weights = range("weight").0;
-        this
+        this.weights = range("weight")?.0;
+        Some(this)
     }
 
     fn slice(&self, begin: usize, bytes: usize) -> &[u8] {
@@ -77,12 +79,12 @@ impl Drop for Mapped {
     }
 }
 
-/// Adjacent rows of one file.
+/// Adjacent rows of one group.
 #[derive(Clone, Copy, Debug)]
 pub struct RowRun {
-    /// The index of the file.
+    /// The index of the group.
     pub file: usize,
-    /// The first row's index in the file.
+    /// The first row's index in the group.
     pub first: usize,
     /// The number of rows.
     pub rows: usize,
@@ -104,7 +106,8 @@ impl PlainServing {
         let entries = std::fs::read_dir(folder).expect("a folder of rows");
         let mut paths: Vec<PathBuf> = entries.map(|entry| entry.expect("a folder of rows").path()).collect();
         paths.sort_unstable();
-        let files: Vec<Mapped> = paths.iter().map(|path| Mapped::open(path)).collect();
+        let groups = paths.iter().flat_map(|path| (0..).map_while(move |group| Mapped::open(path, group)));
+        let files: Vec<Mapped> = groups.collect();
         let mut index = PlainIndex::with_room(files.iter().map(|file| file.ids.len()).sum());
         for file in &files {
             let first = file.start.wrapping_add(file.weights);

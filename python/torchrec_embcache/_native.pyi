@@ -523,13 +523,6 @@ class Plan:
     def backward_sequence(self, grad: F32, hyperparameters: NDArray[np.float64], device: Sequence[DeviceArrays | None] | None, threads: int) -> None: ...
     def release(self) -> None: ...  # unpins without training; idempotent
 
-@final
-class BucketOrder:
-    """Rows ordered by bucket."""
-
-    order: I64  # of the rows, by (bucket, uint64(id))
-    starts: I64  # the position in that order at which each bucket of [begin, end) starts, and the end of the last one
-
 def io_engine_name() -> str: ...  # the engine of this process
 def drain_log() -> None: ...  # passes pending native events to Python's logging, after reading its levels
 def table_key(name: str) -> int: ...
@@ -542,4 +535,4 @@ def has_memory_for_threads() -> bool: ...  # True if a new thread can allocate i
 def buckets_of(ids: NDArray[np.int64], total_num_buckets: int) -> NDArray[np.uint32]: ...
 def hash_ids(ids: NDArray[np.int64]) -> None: ...  # in place; the hash modulo the number of buckets is the bucket
 def unhash_ids(hashes: NDArray[np.int64]) -> None: ...  # in place: the inverse
-def bucket_order(ids: I64, total_num_buckets: int, begin: int, end: int) -> BucketOrder: ...
+def bucket_order(ids: I64, total_num_buckets: int) -> I64: ...  # the order of rows by (bucket, uint64(id))

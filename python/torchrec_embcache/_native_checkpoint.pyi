@@ -172,7 +172,6 @@ class RecisWrittenTable:
         bucket_begin: int,
         bucket_end: int,
         runs: Sequence[int],  # rows of each run
-        starts: I64,  # [runs, buckets + 1]: the bounds of the buckets in each run
     ) -> RecisWrittenTable: ...
 
 @final
@@ -429,6 +428,7 @@ class CheckpointRows:
     def __new__(cls, directory: CheckpointDirectory, latest: str) -> CheckpointRows: ...
     def release(self) -> None: ...  # ends reading, so that saves may remove it
     def manifest(self) -> str: ...  # JSON
+    def check_ranks(self, part: int, parts: int) -> None: ...  # CorruptionError in a manifest of part of the ranks, also of bases
     def chain_manifests(self) -> list[str]: ...  # JSON: the manifests of it and of all its bases, latest first
     def read(
         self,

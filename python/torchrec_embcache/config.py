@@ -36,7 +36,6 @@ SsdPathChecks = Literal["strict", "trusted"]
 
 # A prime number, so that ids with equal low bits are distributed too. It is fixed for the lifetime of a table.
 DEFAULT_TOTAL_NUM_BUCKETS = 4093
-# Every row file of 16 MiB stores an 8-byte offset per bucket; with more buckets the offsets would be most of the file.
 MAX_NUM_BUCKETS = 1 << 20
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

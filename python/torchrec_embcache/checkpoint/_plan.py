@@ -103,7 +103,7 @@ def plan_save(
             _log.info("%s is saved in full, so that its chain of deltas ends: %s", directory, reason)
         else:
             if found is not None:
-                base, reason = _find_base(shards, ranks, found, counters=counters)
+                base, reason = _find_base(directory, shards, ranks, found, counters=counters)
             if reason is not None:
                 level = logging.INFO if reason == _NO_CHECKPOINT else logging.WARNING
                 _log.log(level, "%s is saved in full, not as a delta: %s", directory, reason)
@@ -122,7 +122,7 @@ class _DeltaChain:
 
     @classmethod
     def read(cls, directory: CheckpointDirectory, newest: str) -> _DeltaChain:
-        """Reads the chain of the checkpoint `newest`. Raises `CorruptionError` if it cannot be loaded."""
+        """Reads the coordinators' manifests of the chain of the checkpoint `newest`. Raises `CorruptionError`."""
         links = [json.loads(link) for link in _native.CheckpointRows(directory, newest).chain_manifests()]
         rows = [sum(table["rows"] + table["tombstones"] for table in link["tables"]) for link in links]
         return cls(links[-1]["name"], rows[-1], len(links) - 1, sum(rows[:-1]))
@@ -171,8 +171,17 @@ def _read_newest(directory: CheckpointDirectory) -> tuple[_NewestInfo | None, st
     return _NewestInfo(found.id, found.merged, found.next_epoch, found.kind, tables, rows, chain), None
 
 
+def _damage(directory: CheckpointDirectory, name: str, ranks: Ranks) -> str | None:
+    """Reads this rank's part of the manifests of the chain of the checkpoint `name`. Returns the corruption error, if any."""
+    try:
+        _native.CheckpointRows(directory, name).check_ranks(ranks.rank, ranks.world_size)
+    except CorruptionError as error:
+        return str(error)
+    return None
+
+
 def _find_base(
-    shards: list[ModuleShard], ranks: Ranks, newest: _NewestInfo, *, counters: bool
+    directory: CheckpointDirectory, shards: list[ModuleShard], ranks: Ranks, newest: _NewestInfo, *, counters: bool
 ) -> tuple[SaveBase | None, str | None]:
     """Returns the base of a delta of these tables on the latest checkpoint, or the reason why there is none. Collective."""
     name = newest.id.name
@@ -192,11 +201,15 @@ def _find_base(
 
     ancestors: dict[TablePath, _native.BaseCheckpoint | None] = {}
 
-    def unknown_here() -> list[TablePath]:
+    def unknown_here() -> tuple[str | None, list[TablePath]]:
         ancestors.update({(module_path, table.name): table_base(table) for module_path, _, table in shards})
-        return sorted(pair for pair, one in ancestors.items() if one is None or one.next_epoch != newest.next_epoch)
+        unknown = sorted(pair for pair, one in ancestors.items() if one is None or one.next_epoch != newest.next_epoch)
+        return _damage(directory, name, ranks), unknown
 
-    unknown = [pair for pairs in ranks.gather(unknown_here) for pair in pairs]
+    found = ranks.gather(unknown_here)
+    if damages := [damage for damage, _ in found if damage is not None]:
+        return None, f"the newest checkpoint there is damaged ({damages[0]})"
+    unknown = [pair for _, pairs in found for pair in pairs]
     if unknown:
         return None, (
             f"what changed in table {display_name(unknown[0])} since {name} is not known: another run saved that, "

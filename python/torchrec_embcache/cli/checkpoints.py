@@ -277,10 +277,15 @@ def verify(path: str) -> CommandReport:
         except CorruptionError as error:
             result["error"] = str(error)
         results.append(result)
+    damaged_rank: str | None = None
+    try:
+        opened.rows.check_ranks(0, 1)
+    except CorruptionError as error:
+        damaged_rank = str(error)
     dense = opened.manifest.get("dense")
     if dense is not None:
         dense = {"bytes": dense["bytes"], "error": _dense_damage(opened)}
-    whole = all(result["error"] is None for result in results) and not (dense and dense["error"])
+    whole = all(result["error"] is None for result in results) and not damaged_rank and not (dense and dense["error"])
     notes, index = [], None
     try:
         index = _check_index(opened) if whole else None
@@ -293,8 +298,8 @@ def verify(path: str) -> CommandReport:
         ("module", "table", "rows", ""),
         [(result["module"], result["table"], result["rows"], result["error"] or "whole") for result in results],
     )
-    data = {"path": opened.root, "checkpoint": opened.name, "whole": whole, "tables": results, "error": None}
-    lines = ["whole" if whole else "DAMAGED"]
+    data = {"path": opened.root, "checkpoint": opened.name, "whole": whole, "tables": results, "error": damaged_rank}
+    lines = ["whole" if whole else f"DAMAGED: {damaged_rank}" if damaged_rank else "DAMAGED"]
     if dense is not None:
         data["dense"] = dense
         lines.insert(

@@ -1,5 +1,7 @@
 //! Ids, their buckets, and the metadata of a row.
 
+use std::ops::Range;
+
 /// An id of the user: any 64-bit integer, also a negative one.
 pub type Id = i64;
 
@@ -22,6 +24,13 @@ pub const DEFAULT_TOTAL_NUM_BUCKETS: u32 = 4093;
 pub struct BucketMapper {
     total: u32,
     reciprocal: u64,
+}
+
+/// The buckets of `rank` of `world`. Ranks differ by at most one bucket, and the first ranks have more.
+pub(crate) fn buckets_of_rank(total: u32, rank: u32, world: u32) -> Range<u32> {
+    let (each, more) = (total / world, total % world);
+    let start = |rank: u32| rank * each + rank.min(more);
+    start(rank)..start(rank + 1)
 }
 
 impl BucketMapper {

@@ -7,41 +7,25 @@ use pyo3::prelude::*;
 use crate::buffers::{slice, slice_mut};
 use crate::error::input;
 
-/// Rows ordered by bucket.
-#[pyclass(frozen, get_all, name = "BucketOrder", module = "torchrec_embcache._native")]
-pub(crate) struct PyBucketOrder {
-    order: Py<PyArray1<i64>>,
-    starts: Py<PyArray1<i64>>,
-}
-
-/// Returns the order of rows by (bucket, `uint64(id)`), and the start in it of each of the buckets `[begin, end)`, then
-/// the end of the last one.
+/// Returns the order of rows by (bucket, `uint64(id)`).
 #[pyfunction]
-pub(crate) fn bucket_order(
-    py: Python<'_>,
-    ids: PyReadonlyArray1<'_, Id>,
+pub(crate) fn bucket_order<'py>(
+    py: Python<'py>,
+    ids: PyReadonlyArray1<'py, Id>,
     total_num_buckets: u32,
-    begin: u32,
-    end: u32,
-) -> PyResult<PyBucketOrder> {
+) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let ids = slice("ids", &ids)?;
-    if total_num_buckets == 0 || begin > end {
-        return Err(input(format!("buckets {begin} to {end} of {total_num_buckets}: give some, in order")));
+    if total_num_buckets == 0 {
+        return Err(input("total_num_buckets is 0: give 1 at least"));
     }
     let bucketing = BucketMapper::new(total_num_buckets);
-    let (order, starts) = py.detach(|| {
+    let order: Vec<i64> = py.detach(|| {
         let keyed = ids.iter().enumerate().map(|(row, &id)| (bucketing.of(id), id.cast_unsigned(), row));
         let mut keyed: Vec<(u32, u64, usize)> = keyed.collect();
         keyed.sort_unstable();
-        let mut at = 0;
-        let start = |bucket: u32| {
-            at += keyed[at..].iter().take_while(|(of, ..)| *of < bucket).count();
-            at as i64
-        };
-        let starts: Vec<i64> = (begin..=end).map(start).collect();
-        (keyed.iter().map(|&(.., row)| row as i64).collect::<Vec<i64>>(), starts)
+        keyed.iter().map(|&(.., row)| row as i64).collect()
     });
-    Ok(PyBucketOrder { order: order.into_pyarray(py).unbind(), starts: starts.into_pyarray(py).unbind() })
+    Ok(order.into_pyarray(py))
 }
 
 /// Returns the bucket of each id.

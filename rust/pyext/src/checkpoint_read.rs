@@ -146,8 +146,8 @@ impl PyCheckpointReader {
         Ok(metadata.map(|metadata| PyBytes::new(py, &metadata)))
     }
 
-    fn stream_bytes(&self) -> Vec<u64> {
-        self.extents.stream_bytes()
+    fn stream_bytes(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        detached(py, || self.extents.stream_bytes())
     }
 
     fn read_dense(&self, py: Python<'_>, rank: u32, offset: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
@@ -333,6 +333,11 @@ impl PyCheckpointRows {
     /// Returns the manifests of the checkpoint and its base checkpoints, latest first.
     fn chain_manifests(&self) -> PyResult<Vec<String>> {
         self.inner.links().iter().map(|link| json_of(link.manifest())).collect()
+    }
+
+    /// Reads and checks the manifests of `part` of `parts` of the ranks of the checkpoint and its base checkpoints.
+    fn check_ranks(&self, py: Python<'_>, part: u32, parts: u32) -> PyResult<()> {
+        detached(py, || self.inner.links().iter().try_for_each(|link| link.check_ranks(part, parts)))
     }
 
     /// Passes the rows to `sink` in chunks, each as a `RowBlock`. Then passes the `CountedIds` of each bucket to

@@ -53,7 +53,7 @@ fn has_memory_for_threads() -> bool {
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use super::buckets::{PyBucketOrder, bucket_order, buckets_of, hash_ids, unhash_ids};
+    use super::buckets::{bucket_order, buckets_of, hash_ids, unhash_ids};
     #[pymodule_export]
     use super::checkpoint_read::{
         PyChainCompaction, PyCheckpointReader, PyCheckpointRows, PyCountedIds, PyIdExpiry, PyIdHistoryEntry,

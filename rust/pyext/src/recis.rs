@@ -5,14 +5,14 @@ use std::sync::{Mutex, PoisonError, RwLock};
 
 use embcache::checkpoint::{
     RecisBlockShape, RecisBlockSpec, RecisJoinMode, RecisReader, RecisRun, RecisSave, RecisShard, RecisShardOutcome,
-    RecisShardWriter, RecisTableInfo, RecisTableShare, RecisWrittenTable,
+    RecisShardWriter, RecisTableInfo, RecisTableShare,
 };
 use embcache::types::BucketMapper;
 use embcache::{Error, Kind};
 use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1};
 use pyo3::prelude::*;
 
-use crate::buffers::{slice, slice_mut, slice2};
+use crate::buffers::{slice, slice_mut};
 use crate::error::{input, to_python};
 use crate::foreign::{detached, drop_detached, lock, with_signal_checks};
 use crate::paths::PyCheckpointDirectory;
@@ -44,15 +44,15 @@ impl PyRecisBlockSpec {
     }
 }
 
-/// A table whose blocks were written: its manifest entry, and the bucket starts of each run.
+/// A table whose blocks were written: its manifest entry.
 #[pyclass(frozen, name = "RecisWrittenTable", module = "torchrec_embcache._native")]
-pub(crate) struct PyRecisWrittenTable(RecisWrittenTable);
+pub(crate) struct PyRecisWrittenTable(RecisTableShare);
 
 #[pymethods]
 impl PyRecisWrittenTable {
     #[new]
-    #[pyo3(signature = (*, name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_begin, bucket_end, runs,
-        starts))]
+    #[pyo3(signature = (*, name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_begin, bucket_end,
+        runs))]
     fn new(
         name: String,
         dim: u32,
@@ -65,13 +65,9 @@ impl PyRecisWrittenTable {
         bucket_begin: u32,
         bucket_end: u32,
         runs: Vec<u64>,
-        starts: PyReadonlyArray2<'_, i64>,
-    ) -> PyResult<Self> {
-        let columns = bucket_end.saturating_sub(bucket_begin) as usize + 1;
-        let starts = slice2("starts", &starts, columns)?.to_vec();
+    ) -> Self {
         let buckets = [bucket_begin, bucket_end];
-        let share = RecisTableShare { name, dim, optimizer, key, seed, step, epoch, total_num_buckets, buckets, runs };
-        Ok(Self(RecisWrittenTable { share, starts }))
+        Self(RecisTableShare { name, dim, optimizer, key, seed, step, epoch, total_num_buckets, buckets, runs })
     }
 }
 
@@ -228,7 +224,7 @@ impl PyRecisSave {
 
     /// Makes everything durable. The last shard publishes the save.
     fn publish(&self, py: Python<'_>, tables: Vec<Py<PyRecisWrittenTable>>) -> PyResult<PyRecisShardOutcome> {
-        let tables: Vec<RecisWrittenTable> = tables.iter().map(|table| table.get().0.clone()).collect();
+        let tables: Vec<RecisTableShare> = tables.iter().map(|table| table.get().0.clone()).collect();
         let finished = with_signal_checks(py, |wait| {
             let writer = self.take_writer().ok_or_else(closed_error)?;
             let save = lock(&self.save);
@@ -354,6 +350,7 @@ impl PyRecisReader {
 
     fn runs(
         &self,
+        py: Python<'_>,
         table: &str,
         total_num_buckets: u32,
         bucket_begin: u32,
@@ -364,7 +361,7 @@ impl PyRecisReader {
         }
         let bucketing = BucketMapper::new(total_num_buckets);
         let buckets: Range<u32> = bucket_begin..bucket_end;
-        let runs = self.with(|reader| reader.runs(table, bucketing, &buckets)).map_err(to_python)?;
+        let runs = detached(py, || self.with(|reader| reader.runs(table, bucketing, &buckets)))?;
         Ok(runs.into_iter().map(PyRecisRun).collect())
     }
 

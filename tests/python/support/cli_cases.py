@@ -28,8 +28,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, di
 def flip(path: Path) -> None:
     file = max(path.rglob("*.safetensors"), key=lambda file: file.stat().st_size)
     data = bytearray(file.read_bytes())
-    # The flip is not in the header but in the middle of the columns.
-    data[4096 + (len(data) - 4096) // 8] ^= 1
+    # The flip is not in the header but in the columns.
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[header + (len(data) - header) // 8] ^= 1
     file.write_bytes(data)
 
 

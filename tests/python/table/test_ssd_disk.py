@@ -21,6 +21,7 @@ from torchrec_embcache import CacheTable, EmbCacheEmbeddingBag, TierBudgets, flu
 from torchrec_embcache._ssd import autoflush
 from torchrec_embcache._ssd.flush import flush_tables
 from torchrec_embcache.checkpoint import Saver
+from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS
 from torchrec_embcache.exceptions import CapacityError, EmbCacheWarning
 from torchrec_embcache.model import CacheModule
 
@@ -211,9 +212,9 @@ def test_what_is_no_directory_of_a_table_stays(of_two_ranks: Path, what: str, ca
 
 
 def test_table_moved_to_another_rank_names_its_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with shard(tmp_path, 0, 2, buckets=(0, 4093)):
+    with shard(tmp_path, 0, 2, buckets=(0, DEFAULT_TOTAL_NUM_BUCKETS)):
         pass
-    with caplog.at_level(logging.WARNING), shard(tmp_path, 1, 2, buckets=(0, 4093), reopen="auto"):
+    with caplog.at_level(logging.WARNING), shard(tmp_path, 1, 2, buckets=(0, DEFAULT_TOTAL_NUM_BUCKETS), reopen="auto"):
         assert names(tmp_path) == {"0-of-2", "1-of-2"}
     assert "0-of-2 in" in caplog.text
 

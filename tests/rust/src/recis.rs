@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use embcache::checkpoint::{
     CheckpointDirectory, RecisBlockSpec, RecisJoinMode, RecisReader, RecisSave, RecisShard, RecisShardOutcome,
-    RecisShardWriter, RecisTableShare, RecisWrittenTable,
+    RecisShardWriter, RecisTableShare,
 };
 use embcache::io::{IoEngine, MemoryEngine};
 use embcache::types::{BucketMapper, Id};
@@ -104,7 +104,7 @@ pub fn write(save: &RecisSave, shard: RecisShard, step: u64, what: &Found) -> Re
         blocks.push(RecisBlockSpec { name: "w".into(), slot: None, dtype: "U8".into(), shape });
     }
     let writer = RecisShardWriter::new(save, 2, blocks)?;
-    let (mut runs, mut starts) = (Vec::new(), Vec::new());
+    let mut runs = Vec::new();
     for run in mine.chunks(RUN_ROWS) {
         let mut run = run.to_vec();
         run.sort_by_key(|&(id, _)| (bucket(id), id.cast_unsigned()));
@@ -113,12 +113,11 @@ pub fn write(save: &RecisSave, shard: RecisShard, step: u64, what: &Found) -> Re
         append(&writer, 0, &bytes(&ids))?;
         append(&writer, 1, &bytes(&weights))?;
         runs.push(run.len() as u64);
-        starts.extend((begin..=end).map(|of| ids.iter().filter(|&&id| bucket(id) < of).count() as i64));
     }
     if shard.index == 0 {
         append(&writer, 2, &what.dense)?;
     }
-    writer.finish(save, vec![RecisWrittenTable { share: share(shard, step, runs), starts }], &mut never)
+    writer.finish(save, vec![share(shard, step, runs)], &mut never)
 }
 
 /// The step of the table, for a save.

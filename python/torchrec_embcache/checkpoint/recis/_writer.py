@@ -72,24 +72,21 @@ class _ShardWriter:
         row_bytes = sum(column.bytes for column in table_columns(table).values())
         step, begin, end = native.step(), *table.buckets
         runs: list[int] = []
-        starts = []
         done = 0
         under_way: list[Future[None]] = []
         for rows in native.export(max(RUN_BYTES // row_bytes, 1)):
             done += len(rows)
             if done > total:
                 break
-            ordered = _native.bucket_order(rows.ids, table.total_num_buckets, begin, end)
+            order = _native.bucket_order(rows.ids, table.total_num_buckets)
             columns = row_columns(table, rows)
             # The runs of one block must be written in order.
             for future in under_way:
                 future.result()
             under_way = [
-                self._executor.submit(self._append, number, columns[str(block.slot)], ordered.order)
-                for number, block in blocks
+                self._executor.submit(self._append, number, columns[str(block.slot)], order) for number, block in blocks
             ]
             runs.append(len(rows))
-            starts.append(ordered.starts)
         for future in under_way:
             future.result()
         if done != total or native.step() != step:
@@ -106,5 +103,4 @@ class _ShardWriter:
             bucket_begin=begin,
             bucket_end=end,
             runs=runs,
-            starts=np.stack(starts) if starts else np.zeros((0, end - begin + 1), np.int64),
         )

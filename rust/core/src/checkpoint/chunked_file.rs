@@ -1,5 +1,5 @@
-//! Writes and reads files in pieces. Threads write entire files, which are built in memory, and streams of bytes, each to
-//! a range of a file, with a checksum of each chunk. Reads verify every chunk that they touch.
+//! Writes and reads files in pieces. Threads write images, which are built in memory, and streams of bytes, each to a range
+//! of a file, with a checksum of each chunk. Reads verify every chunk that they touch.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,13 +15,14 @@ use crate::runtime::memory::can_start_threads;
 use crate::runtime::process::{BackgroundFlag, works_in_background};
 use crate::runtime::sync::lock;
 
-/// Number of images that exist at once. The caller fills one while threads write the others. Some of these are being
-/// synced at any time, which leaves the disk to the rest.
+/// Number of images that exist at once. The caller fills one while threads write the others.
 const IMAGES: usize = 6;
 /// The same for an asynchronous save, which must leave memory and disk bandwidth to training.
 const IMAGES_IN_BACKGROUND: usize = 4;
 /// Number of threads that write one image.
 const IMAGE_THREADS: usize = 4;
+/// Maximum number of threads that write images.
+pub(crate) const IMAGE_WRITERS: usize = IMAGES - 1;
 /// Size of one write request of an image.
 const WRITE_BYTES: usize = 1 << 20;
 /// Size of one I/O request of a stream, in whole chunks.
@@ -87,7 +88,7 @@ impl WriterThreads {
         self.check()?;
         match &self.send {
             Some(send) => send.send(Box::new(task)).map_err(|_| Kind::Storage.error("the writing threads ended")),
-            None => task(),
+            None => task().inspect_err(|error| self.fail(error)),
         }
     }
 
@@ -114,7 +115,7 @@ impl Drop for WriterThreads {
     }
 }
 
-/// Writes entire files, each built as an image in memory.
+/// Writes files as images, each built in memory.
 #[derive(Debug)]
 pub(crate) struct ImageWriter {
     engine: Arc<dyn IoEngine>,
@@ -138,10 +139,85 @@ impl Drop for ImageBuffer {
     }
 }
 
+/// A file whose images are written in any order. It is created by the first of them, and synced after the last one.
+#[derive(Debug)]
+pub(crate) struct ImageFile {
+    path: PathBuf,
+    /// Bytes to preallocate.
+    expected_bytes: u64,
+    state: Mutex<ImageFileState>,
+}
+
+#[derive(Debug, Default)]
+struct ImageFileState {
+    io: Option<Arc<dyn IoFile>>,
+    /// Length of the file.
+    bytes: u64,
+    /// Number of images that were submitted and are not written yet.
+    pending: usize,
+    /// Set when no image follows: the start of the file, whole pages, unless an image has it; and the file's length.
+    end: Option<(Option<AlignedBuf>, u64)>,
+}
+
+impl ImageFile {
+    pub(crate) fn new(path: PathBuf, expected_bytes: u64) -> Self {
+        Self { path, expected_bytes, state: Mutex::default() }
+    }
+
+    /// Returns the file, which is at least `bytes` long. The length is set first because writes that extend a file are
+    /// serialized.
+    fn open(&self, engine: &dyn IoEngine, bytes: u64) -> Result<Arc<dyn IoFile>> {
+        let mut state = lock(&self.state);
+        let io = match &state.io {
+            Some(io) => Arc::clone(io),
+            None => engine.open(&self.path, IoOpenMode::Create { preallocate: self.expected_bytes })?,
+        };
+        if state.bytes < bytes {
+            io.set_len(bytes)?;
+            state.bytes = bytes;
+        }
+        state.io = Some(Arc::clone(&io));
+        Ok(io)
+    }
+
+    /// Writes an image at byte `at`. Syncs the file if it was the last one.
+    fn write(&self, engine: &dyn IoEngine, at: u64, image: &[u8]) -> Result<()> {
+        let io = self.open(engine, at + image.len() as u64)?;
+        let pieces = image.chunks(WRITE_BYTES).enumerate();
+        for_each_piece(IMAGE_THREADS, pieces.collect(), |(number, piece)| {
+            io.write_at(at + (number * WRITE_BYTES) as u64, piece)
+        })?;
+        if !io.is_direct() {
+            // Otherwise up to a file of dirty pages would be written at its end.
+            io.sync()?;
+        }
+        self.end_one(engine)
+    }
+
+    /// Ends an image, or the file.
+    fn end_one(&self, engine: &dyn IoEngine) -> Result<()> {
+        let mut state = lock(&self.state);
+        state.pending -= 1;
+        let Some((head, bytes)) = (if state.pending == 0 { state.end.take() } else { None }) else { return Ok(()) };
+        drop(state);
+        let io = self.open(engine, 0)?;
+        if let Some(head) = head {
+            io.write_at(0, &head)?;
+        }
+        if lock(&self.state).bytes != bytes || self.expected_bytes > bytes {
+            // Also releases preallocated space.
+            io.set_len(bytes)?;
+        }
+        io.sync()
+    }
+}
+
 impl ImageWriter {
-    pub(crate) fn new(engine: Arc<dyn IoEngine>) -> Self {
+    /// Starts up to `threads` threads; with none the caller writes.
+    pub(crate) fn start(engine: Arc<dyn IoEngine>, threads: usize) -> Self {
         let max_images = if works_in_background() { IMAGES_IN_BACKGROUND } else { IMAGES };
-        let threads = WriterThreads::start(max_images - 1, max_images); // a caller that holds a table's lock never waits
+        // A caller that holds a table's lock never waits: there is at most one end of a file for each image, and one more.
+        let threads = WriterThreads::start(threads.min(max_images - 1), 2 * max_images + 1);
         Self { engine, threads, returned: channel(), free: Vec::new(), max_images, in_flight: 0 }
     }
 
@@ -177,12 +253,29 @@ impl ImageWriter {
         Ok(self.free.pop().expect("waited for"))
     }
 
-    /// Writes the first `len` bytes of `buffer` to the file `path`.
-    pub(crate) fn write(&mut self, path: PathBuf, buffer: AlignedBuf, len: usize) -> Result<()> {
-        let engine = Arc::clone(&self.engine);
+    /// Writes the first `len` bytes of `buffer` to byte `at` of `file`.
+    pub(crate) fn write(&mut self, file: &Arc<ImageFile>, at: u64, buffer: AlignedBuf, len: usize) -> Result<()> {
+        let (file, engine) = (Arc::clone(file), Arc::clone(&self.engine));
         let image = ImageBuffer(Some(buffer), self.returned.0.clone());
         self.in_flight += 1;
-        self.threads.run(move || write_file(&*engine, &path, &image.0.as_deref().unwrap_or_default()[..len]))
+        lock(&file.state).pending += 1;
+        self.threads.run(move || file.write(&*engine, at, &image.0.as_deref().unwrap_or_default()[..len]))
+    }
+
+    /// Like [`Self::write`], for the only image of a file, which has its first page.
+    pub(crate) fn write_alone(&mut self, file: &Arc<ImageFile>, buffer: AlignedBuf, len: usize) -> Result<()> {
+        lock(&file.state).end = Some((None, len as u64));
+        self.write(file, 0, buffer, len)
+    }
+
+    /// Ends a file of `bytes` bytes, after its last image: writes its first pages, `head`, and syncs it.
+    pub(crate) fn end_file(&mut self, file: &Arc<ImageFile>, head: AlignedBuf, bytes: u64) -> Result<()> {
+        let (file, engine) = (Arc::clone(file), Arc::clone(&self.engine));
+        let mut state = lock(&file.state);
+        state.end = Some((Some(head), bytes));
+        state.pending += 1;
+        drop(state);
+        self.threads.run(move || file.end_one(&*engine))
     }
 }
 
@@ -413,18 +506,6 @@ pub(crate) fn check_length(file: &dyn IoFile, expected: u64) -> Result<()> {
         return Ok(());
     }
     Err(Error::corruption(file.path(), 0, "the file's length", expected, len))
-}
-
-/// Creates a file and syncs its contents. Its name is not durable yet.
-pub(crate) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Result<()> {
-    let file = engine.open(path, IoOpenMode::Create { preallocate: bytes.len() as u64 })?;
-    // The length is set first because writes that extend a file are serialized.
-    file.set_len(bytes.len() as u64)?;
-    let pieces = bytes.chunks(WRITE_BYTES).enumerate();
-    for_each_piece(IMAGE_THREADS, pieces.collect(), |(number, piece)| {
-        file.write_at((number * WRITE_BYTES) as u64, piece)
-    })?;
-    file.sync()
 }
 
 /// Runs `work` on every piece, on up to `threads` threads including the caller. Stops at the first error. If several

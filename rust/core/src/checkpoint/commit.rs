@@ -9,7 +9,7 @@ use super::retention::{remove_old_checkpoints, remove_stale_parts};
 use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, LatestCheckpoint, lock_root, make_held};
 use crate::checkpoint::manifest::manifests::{
     CheckpointId, CheckpointKind, CheckpointManifest, DENSE_FILE, DenseEntry, MAX_MANIFEST_BYTES, dense_bytes,
-    merge_tables, read_manifest, read_ranks,
+    merge_tables, read_manifest, read_rank,
 };
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, LOCK_FILE, write_atomically, write_whole};
@@ -130,7 +130,8 @@ impl CheckpointSave {
     }
 
     fn make_newest(&mut self, digests: &[RankDigest], next_epoch: u32) -> Result<PublishedCheckpoint> {
-        let ranks = read_ranks(&self.dir, digests)?;
+        let ranks = (0..digests.len() as u32).map(|rank| read_rank(&self.dir, digests, rank));
+        let ranks = ranks.collect::<Result<Vec<_>>>()?;
         let path = self.dir.path().to_owned();
         let refuse = |why: String| Kind::State.error(format!("cannot publish {}: {why}", path.display()));
         let SaveOptions { parent, merged, linked, made_from, keep } = self.options.clone();

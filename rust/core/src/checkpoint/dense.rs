@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use super::chunked_file::{
     ChunkedInput, ChunkedStream, STREAM_PIECE_BYTES, STREAM_THREADS, StreamWriter, check_crc32c, check_length,
@@ -12,7 +12,8 @@ use super::chunked_file::{
 use super::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::dense_data_file;
 use crate::checkpoint::manifest::manifests::{
-    CHECKSUM_PAGE_BYTES, DENSE_DIR, DENSE_FILE_BYTES, DenseExtent, DenseFile, DenseShare, STREAM_CHUNK_BYTES,
+    CHECKSUM_PAGE_BYTES, CheckpointManifests, DENSE_DIR, DENSE_FILE_BYTES, DenseExtent, DenseFile, DenseShare,
+    STREAM_CHUNK_BYTES,
 };
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, BufPool, IoOpenMode, PooledBuf};
@@ -137,7 +138,9 @@ impl DenseWriter {
 #[derive(Debug)]
 pub struct DenseReader {
     directory: CheckpointDirectory,
-    streams: Vec<DenseStream>,
+    manifests: Arc<CheckpointManifests>,
+    /// The ranks' streams that were needed.
+    streams: Vec<OnceLock<DenseStream>>,
     open: Mutex<HashMap<(usize, usize), Arc<ChunkedInput>>>,
     buffers: Arc<BufPool>,
     /// The last chunk that was read in part. The next small extent is often in the same chunk.
@@ -168,21 +171,33 @@ struct DenseReadPiece<'a> {
 }
 
 impl DenseReader {
-    /// Opens the streams of the checkpoint in `dir`. `shares` has one entry per rank, in rank order, already checked.
-    pub(crate) fn new<'a>(dir: &CheckpointDirectory, shares: impl Iterator<Item = Option<&'a DenseShare>>) -> Self {
-        let streams = shares.map(|share| DenseStream::new(share.map_or_else(Vec::new, |share| share.files.clone())));
+    /// Returns a reader of a checkpoint's streams.
+    pub(crate) fn new(manifests: &Arc<CheckpointManifests>) -> Self {
         Self {
-            directory: dir.subdirectory(DENSE_DIR),
-            streams: streams.collect(),
+            directory: manifests.directory.subdirectory(DENSE_DIR),
+            manifests: Arc::clone(manifests),
+            streams: manifests.coordinator.ranks.iter().map(|_| OnceLock::new()).collect(),
             open: Mutex::default(),
             buffers: Arc::new(BufPool::new(STREAM_PIECE_BYTES, STREAM_THREADS)),
             last: Mutex::default(),
         }
     }
 
-    /// Length of each rank's stream in bytes.
-    pub fn stream_bytes(&self) -> Vec<u64> {
-        self.streams.iter().map(DenseStream::bytes).collect()
+    /// Returns the stream of `rank`, whose manifest is read. `None` if there is no such rank.
+    fn stream(&self, rank: u32) -> Result<Option<&DenseStream>> {
+        let Some(stream) = self.streams.get(rank as usize) else { return Ok(None) };
+        if let Some(stream) = stream.get() {
+            return Ok(Some(stream));
+        }
+        let share = &self.manifests.rank(rank)?.dense;
+        let files = share.as_ref().map_or_else(Vec::new, |share| share.files.clone());
+        Ok(Some(stream.get_or_init(|| DenseStream::new(files))))
+    }
+
+    /// Length of each rank's stream in bytes. Reads the manifests of all ranks.
+    pub fn stream_bytes(&self) -> Result<Vec<u64>> {
+        let ranks = 0..self.streams.len() as u32;
+        ranks.map(|rank| Ok(self.stream(rank)?.map_or(0, DenseStream::bytes))).collect()
     }
 
     /// Reads `extent`, or a part of one, of `rank`'s stream into `into`, which has the same length. At most four pieces
@@ -190,9 +205,10 @@ impl DenseReader {
     ///
     /// Errors: `Corruption` with file and byte offset, also if the extent is outside the stream; `Storage`.
     pub fn read(&self, rank: u32, extent: DenseExtent, into: &mut [u8]) -> Result<()> {
+        let stream = self.stream(rank)?;
         let outside = || {
             let what = format!("the extent at {} of rank {rank}", extent.offset);
-            let end = self.streams.get(rank as usize).map_or(0, DenseStream::bytes);
+            let end = stream.map_or(0, DenseStream::bytes);
             Error::corruption(
                 self.directory.path(),
                 0,
@@ -201,7 +217,7 @@ impl DenseReader {
                 format!("{} long", extent.bytes),
             )
         };
-        let stream = self.streams.get(rank as usize).ok_or_else(outside)?;
+        let stream = stream.ok_or_else(outside)?;
         let end = extent.offset.checked_add(extent.bytes).filter(|&end| end <= stream.bytes()).ok_or_else(outside)?;
         if into.len() as u64 != extent.bytes {
             let what = format!("{} bytes are to be read into {}", extent.bytes, into.len());
@@ -235,7 +251,8 @@ impl DenseReader {
         if let Some(file) = lock(&self.open).get(&(rank, n)) {
             return Ok(Arc::clone(file));
         }
-        let file = &self.streams[rank].files[n];
+        let file =
+            self.streams[rank].get().and_then(|stream| stream.files.get(n)).expect("a piece of an opened stream");
         let path = self.directory.join(dense_data_file(rank as u32, self.streams.len() as u32, n));
         let io = self.directory.engine().open(&path, IoOpenMode::Read)?;
         check_length(&*io, file.bytes)?;

@@ -14,7 +14,7 @@
 //! path/part-<random>/                                files of a rank that are in no checkpoint yet, see `CheckpointPart`
 //! ```
 //!
-//! A data file contains one group of rows of at most 16 MiB, sorted by (bucket, `uint64(id)`), with one tensor per
+//! A data file contains groups of rows of at most 16 MiB, each sorted by (bucket, `uint64(id)`), with one tensor per
 //! column (see [`mod@format`]).
 //!
 //! All operations in a user's directory take a [`CheckpointDirectory`], which was checked and is held open. Saving:
@@ -31,8 +31,9 @@
 //!
 //! 1. One rank calls [`LatestCheckpoint::read`] and sends the result to the others, so that all load the same
 //!    checkpoint.
-//! 2. Every rank calls [`OpenCheckpoint::open`], which checks the manifests, and [`OpenCheckpoint::table_reader`] for
-//!    each of its tables, which checks the headers and sizes of the files it needs. No table is changed before all
+//! 2. Every rank calls [`OpenCheckpoint::open`], which checks the coordinator's manifest, and
+//!    [`OpenCheckpoint::table_reader`] for each of its tables, which checks the ranks' manifests, headers and sizes of the
+//!    files that it needs. No table is changed before all
 //!    ranks have done so.
 //! 3. [`TableReader::read`] delivers the rows of the buckets that the rank owns, verified as they are read.
 //!
@@ -74,9 +75,7 @@ pub use ops::tables::LinkedTable;
 pub use recis::layout::{RecisSaveName, RecisShard};
 pub use recis::load::{RecisBlockShape, RecisReader, RecisRun, RecisTableInfo};
 pub use recis::manifest::RecisTableShare;
-pub use recis::save::{
-    RecisBlockSpec, RecisJoinMode, RecisSave, RecisShardOutcome, RecisShardWriter, RecisWrittenTable,
-};
+pub use recis::save::{RecisBlockSpec, RecisJoinMode, RecisSave, RecisShardOutcome, RecisShardWriter};
 pub use retention::{PruneReport, prune, remove_stale_parts};
 pub use rows::format;
 pub(crate) use rows::input::RowFileOffsets;

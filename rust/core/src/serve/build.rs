@@ -35,7 +35,7 @@ pub(super) fn map_files(
     links: &[(&OpenCheckpoint, &TableReader)],
     access: MappingAccess,
 ) -> Result<RowFileSet> {
-    let max_rows = links.iter().map(|(_, reader)| reader.max_rows_per_file()).max().unwrap_or(1);
+    let max_rows = links.iter().map(|(_, reader)| reader.max_rows_per_group()).max().unwrap_or(1);
     let spec = links.last().expect("a chain has a checkpoint").1.spec();
     let precision = spec.precision.unwrap_or(WeightPrecision::Fp32);
     let mut files = RowFileSet::new(max_rows, precision, spec.dim as usize, access);
@@ -106,7 +106,7 @@ pub(super) fn check_unique(files: &RowFileSet, link: usize, place: RowFileLocati
     match files.find(place) {
         Some((file, number, _)) if files.link_of(number) == link => {
             let what = format!("how often id {id} is in the checkpoint");
-            Err(Error::corruption(file.mapping().path(), 0, &what, "once", "in two files"))
+            Err(Error::corruption(file.path(), 0, &what, "once", "in two groups"))
         }
         _ => Ok(()),
     }

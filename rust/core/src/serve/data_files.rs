@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::ops::Range;
+use std::path::Path;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -16,7 +17,7 @@ use crate::rows::{RowHeader, WeightPrecision};
 use crate::runtime::simd::prefetch_address;
 use crate::types::Id;
 
-/// Location of a row: the number of its file, then its row number in the file, in as many bits as the table's files
+/// Location of a row: the number of its group, then its row number in the group, in as many bits as the table's groups
 /// need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RowFileLocation(pub(super) u32);
@@ -28,10 +29,14 @@ impl RowFileLocation {
     pub(super) const TOMBSTONE: Self = Self(u32::MAX - 1);
 }
 
-/// One mapped data file.
+/// One group of a mapped data file. Offsets are relative to `base`.
 #[derive(Debug)]
 pub(super) struct RowFile {
-    mapping: FileMapping,
+    mapping: Arc<FileMapping>,
+    /// Offset of its first page in the file.
+    base: usize,
+    /// Bytes from there to the end of the group.
+    bytes: usize,
     pub(super) rows: usize,
     pub(super) ids: usize,
     last_steps: usize,
@@ -43,27 +48,62 @@ pub(super) struct RowFile {
 }
 
 impl RowFile {
-    fn open(engine: &dyn IoEngine, file: &RowFileOffsets, row_bytes: usize, access: MappingAccess) -> Result<Self> {
+    /// Maps a data file.
+    fn map(engine: &dyn IoEngine, file: &RowFileOffsets, access: MappingAccess) -> Result<Arc<FileMapping>> {
         let mapping = engine.open(&file.path, IoOpenMode::Read)?.map(access)?;
         let length = mapping.bytes().len();
-        if length as u64 != file.bytes {
-            return Err(Error::corruption(&file.path, 0, "the file's length", file.bytes, length));
+        if length as u64 == file.bytes {
+            return Ok(Arc::new(mapping));
         }
-        let RowFileOffsets { rows, ids, last_steps, weights, scores, .. } = *file;
+        Err(Error::corruption(&file.path, 0, "the file's length", file.bytes, length))
+    }
+
+    /// Returns a group of a mapped file.
+    fn new(mapping: Arc<FileMapping>, group: &RowFileOffsets, row_bytes: usize) -> Result<Self> {
+        let RowFileOffsets { rows, end, .. } = *group;
+        let base = group.ids >> PAGE_BITS << PAGE_BITS;
+        let relative = |start: usize| start.saturating_sub(base);
+        let (ids, last_steps) = (relative(group.ids), relative(group.last_steps));
+        let (weights, scores) = (relative(group.weights), relative(group.scores));
+        let bytes = end.min(mapping.bytes().len()).saturating_sub(base);
         // The file's header states that the columns fit. Lookups rely on this check.
         let ends = [(ids, 8), (last_steps, 8), (weights, row_bytes), (scores, 4)];
         let fits =
-            |(start, width): (usize, usize)| rows.checked_mul(width)?.checked_add(start).filter(|&end| end <= length);
+            |(start, width): (usize, usize)| rows.checked_mul(width)?.checked_add(start).filter(|&end| end <= bytes);
         if ends.into_iter().any(|column| fits(column).is_none()) {
-            return Err(Error::corruption(&file.path, 0, "the columns", format!("within {length} bytes"), "longer"));
+            return Err(Error::corruption(&group.path, 0, "the columns", format!("within {bytes} bytes"), "longer"));
         }
-        let pages = ResidentPages::new(length, &(weights..weights + rows * row_bytes), mapping.is_copy());
-        Ok(Self { mapping, rows, ids, last_steps, weights, scores, row_bytes, pages })
+        let pages = ResidentPages::new(bytes, &(weights..weights + rows * row_bytes), mapping.is_copy());
+        Ok(Self { mapping, base, bytes, rows, ids, last_steps, weights, scores, row_bytes, pages })
+    }
+
+    #[inline]
+    fn content(&self) -> &[u8] {
+        &self.mapping.bytes()[self.base..][..self.bytes]
+    }
+
+    /// Path of the file.
+    pub(super) fn path(&self) -> &Path {
+        self.mapping.path()
+    }
+
+    fn in_file(&self, range: &Range<usize>) -> Range<usize> {
+        self.base + range.start..self.base + range.end
+    }
+
+    /// Starts to read a range of bytes; see [`FileMapping::prefetch`].
+    pub(super) fn prefetch(&self, range: &Range<usize>) {
+        self.mapping.prefetch(&self.in_file(range));
+    }
+
+    /// Waits until a range of bytes is in memory; see [`FileMapping::populate`].
+    pub(super) fn populate(&self, range: &Range<usize>) -> Result<()> {
+        self.mapping.populate(&self.in_file(range))
     }
 
     #[inline]
     fn read_eight_bytes(&self, start: usize, row: usize) -> [u8; 8] {
-        let bytes = &self.mapping.bytes()[start + row * 8..][..8];
+        let bytes = &self.content()[start + row * 8..][..8];
         bytes.try_into().expect("eight bytes are eight bytes")
     }
 
@@ -76,12 +116,12 @@ impl RowFile {
     /// Bytes of a row's weights.
     #[inline]
     pub(super) fn weights(&self, row: usize) -> &[u8] {
-        &self.mapping.bytes()[self.weights + row * self.row_bytes..][..self.row_bytes]
+        &self.content()[self.weights + row * self.row_bytes..][..self.row_bytes]
     }
 
     /// Fields that eviction rules evaluate, other than the weights.
     pub(super) fn header(&self, row: usize) -> RowHeader {
-        let score: [u8; 4] = self.mapping.bytes()[self.scores + row * 4..][..4].try_into().expect("four bytes");
+        let score: [u8; 4] = self.content()[self.scores + row * 4..][..4].try_into().expect("four bytes");
         RowHeader {
             id: self.id(row),
             last_step: u64::from_le_bytes(self.read_eight_bytes(self.last_steps, row)),
@@ -113,17 +153,13 @@ impl RowFile {
     /// Waits until the weights of all rows are in memory.
     fn load_weights(&self, generation: usize) -> Result<()> {
         let range = self.all_weights();
-        self.mapping.populate(&range)?;
+        self.populate(&range)?;
         self.pages.mark_resident(range.start, range.len(), generation);
         Ok(())
     }
-
-    pub(super) fn mapping(&self) -> &FileMapping {
-        &self.mapping
-    }
 }
 
-/// The fields of a file that a lookup needs, stored compactly: a table has hundreds of files, and lookups need all of
+/// The fields of a group that a lookup needs, stored compactly: a table has hundreds of groups, and lookups need all of
 /// them.
 #[derive(Clone, Copy, Debug)]
 struct RowFileView {
@@ -142,7 +178,7 @@ unsafe impl Sync for RowFileView {}
 
 impl RowFileView {
     fn of(file: &RowFile) -> Self {
-        let (start, seen) = (file.mapping.bytes().as_ptr(), file.pages.words());
+        let (start, seen) = (file.content().as_ptr(), file.pages.words());
         Self { start, weights: file.weights, rows: file.rows, row_bytes: file.row_bytes as u32, seen }
     }
 }
@@ -151,7 +187,7 @@ impl RowFileView {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowFilePointer {
     weights: *const u8,
-    /// Number of the file.
+    /// Number of the group.
     pub(super) file: u32,
     /// Bytes of the weights.
     bytes: u32,
@@ -173,7 +209,7 @@ impl RowFilePointer {
     }
 }
 
-/// The files that one checkpoint of a chain adds to a table.
+/// The groups that one checkpoint of a chain adds to a table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RowFileLink {
@@ -181,7 +217,7 @@ pub(super) struct RowFileLink {
     pub(super) name: String,
     /// XXH3 of its manifest.
     pub(super) manifest_xxh3: u64,
-    /// Number after that of its last file.
+    /// Number after that of its last group.
     pub(super) files_end: usize,
 }
 
@@ -192,7 +228,7 @@ impl RowFileLink {
     }
 }
 
-/// The files of a table in a chain, oldest checkpoint first.
+/// The groups of a table's files in a chain, oldest checkpoint first.
 #[derive(Clone, Debug)]
 pub(super) struct RowFileSet {
     all: Vec<Arc<RowFile>>,
@@ -215,9 +251,14 @@ pub(super) struct RowFileSet {
 }
 
 impl RowFileSet {
-    /// Creates an empty set for a table of width `dim` whose files have at most `max_rows_per_file` rows.
-    pub(super) fn new(max_rows_per_file: usize, precision: WeightPrecision, dim: usize, access: MappingAccess) -> Self {
-        let row_bits = usize::BITS - max_rows_per_file.saturating_sub(1).leading_zeros();
+    /// Creates an empty set for a table of width `dim` whose groups have at most `max_rows_per_group` rows.
+    pub(super) fn new(
+        max_rows_per_group: usize,
+        precision: WeightPrecision,
+        dim: usize,
+        access: MappingAccess,
+    ) -> Self {
+        let row_bits = usize::BITS - max_rows_per_group.saturating_sub(1).leading_zeros();
         let (all, views, links) = (Vec::new(), Vec::new(), Vec::new());
         let row_bytes = precision.row_bytes(dim);
         Self {
@@ -259,14 +300,20 @@ impl RowFileSet {
         }
         if end as u64 >= (1_u64 << (32 - self.row_bits)) {
             return Err(Kind::Unsupported.error(format!(
-                "a table has {end} data files in the {} checkpoints of its chain, with up to {} rows each, and one process serves fewer: save a \
+                "a table has {end} groups of rows in the {} checkpoints of its chain, with up to {} rows each, and one process serves fewer: save a \
                  full checkpoint, or make one of the chain by `embcache compact`, and convert it where a trainer's deltas are followed",
                 self.links.len() + 1,
                 1_u64 << self.row_bits
             )));
         }
-        let open = |file| RowFile::open(engine, file, stored.row_bytes(self.dim), self.access);
-        let files = files.iter().map(|file| open(file).map(Arc::new));
+        let mut mapped: Option<Arc<FileMapping>> = None;
+        let files = files.iter().map(|group| {
+            let mapping = match &mapped {
+                Some(mapping) if mapping.path() == &*group.path => Arc::clone(mapping),
+                _ => Arc::clone(mapped.insert(RowFile::map(engine, group, self.access)?)),
+            };
+            RowFile::new(mapping, group, stored.row_bytes(self.dim)).map(Arc::new)
+        });
         let files = files.collect::<Result<Vec<_>>>()?;
         self.views.extend(files.iter().map(|file| RowFileView::of(file)));
         self.all.extend(files);
@@ -283,7 +330,7 @@ impl RowFileSet {
         // Prefetched pages are small.
         if self.access == MappingAccess::Scattered {
             for file in newest {
-                file.mapping.prefetch(&file.all_weights());
+                file.prefetch(&file.all_weights());
             }
         }
         newest.iter().try_for_each(|file| file.load_weights(generation))
@@ -429,7 +476,7 @@ impl RowFileSet {
         let start = spot.weights.addr() - view.start.addr();
         let is_seen = |byte: usize| {
             let page = byte >> PAGE_BITS;
-            // SAFETY: the bitmap has a bit for each page of the file, which contains these bytes: `RowFile::open`
+            // SAFETY: the bitmap has a bit for each page of the file, which contains these bytes: `RowFile::new`
             // checked the columns.
             let word = unsafe { (*seen.add(page / 64)).load(Ordering::Relaxed) };
             word >> (page % 64) & 1 != 0
@@ -444,7 +491,7 @@ impl RowFileSet {
     pub(super) fn row_at(&self, spot: &RowFilePointer) -> &[u8] {
         assert!(!spot.is_none() && (spot.file as usize) < self.views.len(), "a row of these files");
         // SAFETY: the pointer came from a view of one of these files, which live as long as `self`, with a row of the
-        // file. `RowFile::open` checked that the columns of all rows are within the mapping.
+        // file. `RowFile::new` checked that the columns of all rows are within the mapping.
         unsafe { std::slice::from_raw_parts(spot.weights, spot.bytes as usize) }
     }
 

@@ -209,7 +209,7 @@ impl<'a> ServeLookup<'a> {
     #[cold]
     fn prefetch_row_pages(&self, place: RowFileLocation) {
         if let Some((file, _, row)) = self.files.find(place) {
-            file.ranges(row, self.has_rules).for_each(|range| file.mapping().prefetch(&range));
+            file.ranges(row, self.has_rules).for_each(|range| file.prefetch(&range));
         }
     }
 
@@ -280,7 +280,7 @@ impl<'a> ServeLookup<'a> {
     fn load_row_pages(&self, file: &RowFile, row: usize) -> Result<()> {
         file.ranges(row, self.has_rules).try_for_each(|range| {
             if !file.pages.are_resident(range.start, range.len(), self.generation) {
-                file.mapping().populate(&range)?;
+                file.populate(&range)?;
                 file.pages.mark_resident(range.start, range.len(), self.generation);
             }
             Ok(())

@@ -349,7 +349,7 @@ fn first_difference(
     let (mut of_found, mut of_right) = (vec![0; IDS_AT_ONCE], vec![0; IDS_AT_ONCE]);
     for file in files.all() {
         // Pages outside memory would otherwise be read one by one, and a truncated file would kill the process.
-        file.mapping().populate(&(file.ids..file.ids + file.rows * size_of::<Id>()))?;
+        file.populate(&(file.ids..file.ids + file.rows * size_of::<Id>()))?;
         let ids: Vec<Id> = (0..file.rows).map(|row| file.id(row)).collect();
         for ids in ids.chunks(IDS_AT_ONCE) {
             wait()?;

@@ -148,14 +148,18 @@ def test_a_number_that_cannot_be_is_refused(refused: Any, root: Path) -> None:
     assert not root.exists()
 
 
-def test_a_chain_with_a_gap_is_built_on_no_more(root: Path) -> None:
+@pytest.mark.parametrize("gap", ["checkpoint", "manifest of a rank"])
+def test_a_chain_with_a_gap_is_built_on_no_more(gap: str, root: Path) -> None:
     bag = make_bag()
     train(bag, range(400))
     names = []
     for save in range(3):
         train(bag, range(4 * save, 4 * save + 4))
         names.append(Saver(0).save(bag, root, incremental=True, keep=9).checkpoint)
-    shutil.rmtree(root / names[0])
+    if gap == "checkpoint":
+        shutil.rmtree(root / names[0])
+    else:
+        (root / names[0] / "0-of-1.json").unlink()
     train(bag, range(8))
     report = Saver(0).save(bag, root, incremental=True, keep=9)
     assert report.kind == "full"

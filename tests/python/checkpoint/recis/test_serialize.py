@@ -20,7 +20,7 @@ from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, Tier
 from torchrec_embcache.checkpoint import _tensor_bytes
 from torchrec_embcache.checkpoint.recis import _reader, _writer
 from torchrec_embcache.checkpoint.recis._threads import BoundedExecutor
-from torchrec_embcache.config import bucket_range
+from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, bucket_range
 from torchrec_embcache.exceptions import (
     CapacityError,
     ConfigError,
@@ -271,7 +271,7 @@ def test_any_program_can_read_the_files_by_the_indexes_of_recis(path: Path, monk
     assert np.array_equal(blocks.pop("w^ "), np.eye(3))
     found = {}
     slices = sorted({name.split("^")[1] for name in blocks})
-    assert slices == ["0000@04093@4093", "0000@4093@4093"], "told apart by leading zeros"
+    assert slices == ["0000@04093@4093", "0000@4093@4093"], "leading zeros distinguish the shards"
     for part in slices:
         begin, end, size = map(int, part.split("@"))
         ids = blocks[f"item@id^{part}"]
@@ -532,7 +532,7 @@ def test_wrong_arguments_are_refused(path: Path) -> None:
 def _save_and_load_together(rank: int, size: int, where: str, wrong: int | None) -> str:
     table = rank_shard(rank, size)
     begin, end = table.buckets
-    owned = torch.tensor([i for i in range(-300, 300) if begin <= bucket_of(i, 4093) < end])
+    owned = torch.tensor([i for i in range(-300, 300) if begin <= bucket_of(i, DEFAULT_TOTAL_NUM_BUCKETS) < end])
     table.import_rows(owned, torch.full((len(owned), 4), float(rank)))
 
     def fail(blocks: list[WriteBlock]) -> list[WriteBlock]:

@@ -32,7 +32,9 @@ impl Saved {
         Self { dir, engine, tables }
     }
 
+    /// Loads on one rank, which compares all manifests, then on two.
     fn load(&self) -> embcache::Result<Vec<Table>> {
+        load(&self.engine, self.dir.path(), 1)?;
         load(&self.engine, self.dir.path(), 2)
     }
 
@@ -131,7 +133,7 @@ fn a_flipped_bit_anywhere_is_found() {
             if path.extension().is_some() || path.ends_with("LATEST") { files.push(path) } else { dirs.push(path) }
         }
     }
-    assert!(files.len() > 8, "{files:?}");
+    assert!(files.len() >= 8, "{files:?}");
     let found: u64 = std::thread::scope(|scope| {
         let (memory, files) = (&memory, &files);
         let flip = |thread: usize| {

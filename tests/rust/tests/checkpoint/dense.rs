@@ -125,7 +125,7 @@ fn extents_come_back_whole_and_in_parts_across_files_and_pieces() {
         assert_eq!(into, content[start..start + len], "{len} bytes at {start}");
     }
     for outside in [
-        DenseExtent { offset: reader.stream_bytes()[1], bytes: 1 },
+        DenseExtent { offset: reader.stream_bytes().expect("read")[1], bytes: 1 },
         DenseExtent { offset: u64::MAX, bytes: 1 },
         DenseExtent { offset: 0, bytes: u64::MAX },
     ] {

@@ -6,6 +6,7 @@ mod async_saves;
 mod concurrent_saves;
 mod corruption;
 mod crash;
+mod data_files;
 mod delta;
 mod dense;
 mod linked;

@@ -94,33 +94,33 @@ fn safetensors_reads_files_and_direct_io_could_write_them() {
     let table = Table::new("m", "t", Adam, 3, &(0..1000).collect::<Vec<Id>>(), 1);
     let published = save(&engine, dir.path(), std::slice::from_ref(&table), 1, 20_000, 7).expect("saved");
     let files = dir.path().join(published.latest.name.to_string()).join("m+t");
-    let mut seen = 0;
+    let (mut seen, mut groups) = (0, 0);
     for entry in std::fs::read_dir(files).expect("listed") {
         let bytes = std::fs::read(entry.expect("an entry").path()).expect("read");
         assert_eq!(bytes.len() % 4096, 0);
         let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("valid");
-        let ids: Vec<Id> = tensors
-            .tensor("id")
-            .expect("ids")
-            .data()
-            .chunks(8)
-            .map(|b| Id::from_le_bytes(b.try_into().expect("8")))
-            .collect();
-        assert!(ids.is_sorted_by_key(|&id| (table.spec.bucketing().of(id), id as u64)), "sorted by bucket, then id");
-        for (part, name) in ["weight", "exp_avg", "exp_avg_sq"].into_iter().enumerate() {
-            let tensor = tensors.tensor(name).expect(name);
-            assert_eq!(tensor.shape(), [ids.len(), 3]);
-            let expected: Vec<u8> = ids
-                .iter()
-                .flat_map(|id| table.rows[id].1[part * 3..part * 3 + 3].iter().flat_map(|value| value.to_le_bytes()))
-                .collect();
-            assert_eq!(tensor.data(), expected, "{name}");
+        let names = tensors.names();
+        for suffix in names.iter().filter_map(|name| name.strip_prefix("id")) {
+            let tensor = |name: &str| tensors.tensor(&format!("{name}{suffix}")).expect(name);
+            let ids: Vec<Id> =
+                tensor("id").data().chunks(8).map(|b| Id::from_le_bytes(b.try_into().expect("8"))).collect();
+            assert!(
+                ids.is_sorted_by_key(|&id| (table.spec.bucketing().of(id), id as u64)),
+                "sorted by bucket, then id"
+            );
+            for (part, name) in ["weight", "exp_avg", "exp_avg_sq"].into_iter().enumerate() {
+                assert_eq!(tensor(name).shape(), [ids.len(), 3]);
+                let values = |id| table.rows[id].1[part * 3..part * 3 + 3].iter();
+                let expected: Vec<u8> = ids.iter().flat_map(values).flat_map(|value| value.to_le_bytes()).collect();
+                assert_eq!(tensor(name).data(), expected, "{name}");
+            }
+            let counts: Vec<u8> = ids.iter().flat_map(|id| table.rows[id].0.count.to_le_bytes()).collect();
+            assert_eq!(tensor("count").data(), counts);
+            seen += ids.len();
+            groups += 1;
         }
-        let counts: Vec<u8> = ids.iter().flat_map(|id| table.rows[id].0.count.to_le_bytes()).collect();
-        assert_eq!(tensors.tensor("count").expect("counts").data(), counts);
-        seen += ids.len();
     }
-    assert_eq!(seen, 1000);
+    assert_eq!((seen, groups > 1), (1000, true));
 }
 
 #[test]

@@ -39,7 +39,7 @@ pub(crate) fn before() -> Vec<Table> {
     before
 }
 
-/// A checkpoint of two tables by two ranks, with several data files of each, and a delta on it.
+/// A checkpoint of two tables by two ranks, with several groups of each, and a delta on it.
 pub(crate) fn seed() -> &'static Files {
     static SEED: OnceLock<Files> = OnceLock::new();
     SEED.get_or_init(|| {
@@ -87,30 +87,49 @@ pub(crate) fn tensor(header: &Value, data: usize, name: &str, len: usize) -> Opt
 /// Fixes the checksums of a data file's columns, as far as its header can be read.
 fn reseal_columns(bytes: &mut [u8]) {
     let (Some(header), Some((_, data))) = (value(bytes), json(bytes)) else { return };
-    let Some((at, end)) = tensor(&header, data, "checksums", bytes.len()) else { return };
+    let mut group = 0;
+    while reseal_group(bytes, &header, data, group) {
+        group += 1;
+    }
+}
+
+/// Name of a column of a group.
+fn in_group(name: &str, group: usize) -> String {
+    if group == 0 { name.to_owned() } else { format!("{name}.{group}") }
+}
+
+/// Fixes the checksums of a group. Returns false if there is no such group.
+fn reseal_group(bytes: &mut [u8], header: &Value, data: usize, group: usize) -> bool {
+    let Some((at, end)) = tensor(header, data, &in_group("checksums", group), bytes.len()) else { return false };
     let names = header.as_object().into_iter().flat_map(|fields| fields.keys());
-    let checked = names.filter(|name| !["__metadata__", "__pad", "checksums"].contains(&name.as_str()));
-    let mut columns: Vec<(usize, usize)> = checked
-        .filter_map(|name| tensor(&header, data, name, bytes.len()))
-        .filter(|(start, end)| start < end)
-        .collect();
+    let checked = names.filter(|name| {
+        let column = name.split('.').next().unwrap();
+        !["__metadata__", "__pad", "checksums"].contains(&column) && **name == in_group(column, group)
+    });
+    let mut columns: Vec<(usize, usize)> =
+        checked.filter_map(|name| tensor(header, data, name, bytes.len())).filter(|(start, end)| start < end).collect();
     columns.sort_unstable();
     let crcs: Vec<u8> =
         columns.iter().flat_map(|&(start, end)| crc32c::crc32c(&bytes[start..end]).to_le_bytes()).collect();
     let count = crcs.len().min(end - at);
     bytes[at..at + count].copy_from_slice(&crcs[..count]);
+    true
 }
 
 /// Fixes every checksum, from the data files up to the coordinator's manifest.
 pub(crate) fn reseal(files: &mut Files) {
     files.iter_mut().filter(|(path, _)| is_data(path)).for_each(|(_, bytes)| reseal_columns(bytes));
-    let data: Vec<(PathBuf, usize, u32, Option<u32>)> = files
+    let data: Vec<(PathBuf, usize, u32, Vec<u32>)> = files
         .iter()
         .filter(|(path, _)| is_data(path))
         .map(|(path, bytes)| {
             let header_end = json(bytes).map_or(0, |(_, end)| end);
-            let checksums = value(bytes).and_then(|header| tensor(&header, header_end, "checksums", bytes.len()));
-            let checksums = checksums.map(|(start, end)| crc32c::crc32c(&bytes[start..end]));
+            let header = value(bytes).unwrap_or_default();
+            let checksums = (0..).map_while(|group| {
+                let (start, end) = tensor(&header, header_end, &in_group("checksums", group), bytes.len())?;
+                Some(crc32c::crc32c(&bytes[start..end]))
+            });
+            let checksums = checksums.collect();
             (path.clone(), bytes.len(), crc32c::crc32c(&bytes[..header_end]), checksums)
         })
         .collect();
@@ -137,7 +156,10 @@ pub(crate) fn reseal(files: &mut Files) {
                 {
                     file["bytes"] = (*len).into();
                     file["header_crc32c"] = (*header).into();
-                    file["checksums_crc32c"] = checksums.unwrap_or(0).into();
+                    let groups = file.get_mut("groups").and_then(Value::as_array_mut);
+                    for (n, group) in groups.into_iter().flatten().filter(|group| group.is_object()).enumerate() {
+                        group["checksums_crc32c"] = checksums.get(n).copied().unwrap_or(0).into();
+                    }
                 }
             }
         }

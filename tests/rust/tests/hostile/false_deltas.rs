@@ -98,7 +98,7 @@ fn seed_delta_and_equivalent_deltas_are_served() {
     assert_served("rows of the last step that there can be", &steps, &truth(false));
     // A reader of all buckets does not use their starts.
     let starts = with_column("bucket_offsets", |starts| {
-        let last = starts.len() - 8;
+        let last = starts.len() - 4;
         starts[..last].fill(0);
     });
     assert_served("buckets", &starts, &truth(false));
@@ -130,7 +130,6 @@ fn a_delta_whose_manifests_lie_is_refused() {
         spec("table", json!("c")),
         with_coordinator(|manifest| manifest["next_epoch"] = json!(0)),
         kind("full"),
-        kind("linked"),
         kind("serving"),
         kind("delta"),
         parent("0000000002-0000000000000008"),
@@ -149,9 +148,22 @@ fn a_delta_whose_manifests_lie_is_refused() {
             manifest["tables"].as_array_mut().unwrap().push(table);
         }),
         with(|files| miscount(files, 1 << 57)),
+        // A rank has one table twice, and not the other.
+        with(|files| {
+            manifests(files, |path, manifest| {
+                if path.ends_with("0-of-2.json") {
+                    manifest["tables"][1] = manifest["tables"][0].clone();
+                }
+            });
+        }),
     ];
     for (number, files) in lies.iter().enumerate() {
         assert_refused(number, files);
+    }
+    // Servers do not read a linked checkpoint's other manifests.
+    let met = meet(&kind("linked"));
+    for result in [met.polled, met.opened, met.anew] {
+        assert_eq!(result.expect_err("a linked checkpoint").kind(), Kind::Mismatch);
     }
     // The parent has a manifest that differs from the one in the delta, with a valid checksum.
     let mut files = seed().delta.clone();
@@ -175,7 +187,7 @@ fn a_delta_whose_data_files_lie_is_refused() {
         with(move |files| {
             manifests(files, |path, manifest| match path.file_name().and_then(|name| name.to_str()) {
                 Some("manifest.json") => add(&mut manifest["tables"][0][field], more),
-                Some("0-of-2.json") => add(&mut manifest["tables"][0]["files"][0][field], more),
+                Some("0-of-2.json") => add(&mut manifest["tables"][0]["files"][0]["groups"][0][field], more),
                 _ => {}
             });
         })
@@ -202,10 +214,10 @@ fn a_delta_whose_data_files_lie_is_refused() {
         file(&Vec::clear),
         file(&|bytes| bytes.extend([0; 4096])),
         with_column("bucket_offsets", |starts| {
-            let last = starts.len() - 8;
-            starts[last..].copy_from_slice(&99_i64.to_le_bytes());
+            let last = starts.len() - 4;
+            starts[last..].copy_from_slice(&99_u32.to_le_bytes());
         }),
-        with_column("bucket_offsets", |starts| starts[8..16].copy_from_slice(&(-1_i64).to_le_bytes())),
+        with_column("bucket_offsets", |starts| starts[..4].copy_from_slice(&1_u32.to_le_bytes())),
         with_column("id", |ids| ids.copy_within(0..8, 8)),
         with_column("id", |ids| ids[..16].rotate_left(8)),
         with_column("id", |ids| ids[..8].copy_from_slice(&i64::MAX.to_le_bytes())),
@@ -291,13 +303,13 @@ fn two_sweeps_expire_same_rows_for_every_reader() {
     }
 }
 
-/// Copies an id of one data file over an id of the next file, so that both are in order.
+/// Copies an id of one group over an id of the next group, so that both are in order.
 fn say_twice(files: &mut Files) {
     let (paths, bucketing) = (of_delta(files, true), tables()[0].spec.bucketing());
     let read =
         |bytes: &[u8]| -> Vec<Id> { bytes.chunks(8).map(|id| Id::from_le_bytes(id.try_into().unwrap())).collect() };
     let from = read(column(files.get_mut(&paths[0]).unwrap(), "id"));
-    let into = column(files.get_mut(&paths[1]).unwrap(), "id");
+    let into = column(files.get_mut(&paths[0]).unwrap(), "id.1");
     let ids = read(into);
     let with = |at: usize, id: Id| ids.iter().enumerate().map(move |(n, &other)| if n == at { id } else { other });
     let is_in_order = |at: usize, id: Id| with(at, id).is_sorted_by_key(|id| (bucketing.of(id), id as u64));
@@ -307,7 +319,7 @@ fn say_twice(files: &mut Files) {
 }
 
 #[test]
-fn a_delta_that_has_an_id_in_two_files_is_refused_by_all_servers() {
+fn a_delta_that_has_an_id_in_two_groups_is_refused_by_all_servers() {
     // There is one row less if the number of rows is to be right.
     for more in [0, -1] {
         let met = meet(&with(|files| {

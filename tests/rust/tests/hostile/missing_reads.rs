@@ -35,7 +35,7 @@ fn with(paths: &[PathBuf], said: &Value) -> Files {
 fn read(files: &Files) -> embcache::Result<MissingRead> {
     let directory = directory_in(&engine_of(files), Path::new(ROOT));
     let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)?;
-    Ok(chain.table("m", "a")?.spec.missing_read)
+    Ok(chain.table_reader("m", "a", 0..7)?.spec().missing_read)
 }
 
 #[test]

@@ -180,7 +180,10 @@ fn slots(path: &Path) -> Vec<Range<usize>> {
     let data = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
     let header: serde_json::Value = serde_json::from_slice(&bytes[8..data]).expect("a header");
     let columns = header.as_object().expect("tensors").iter();
-    let of_slots = columns.filter(|(name, _)| !OTHERS.contains(&name.as_str()) && *name != "__pad");
+    let of_slots = columns.filter(|(name, _)| {
+        let column = name.split('.').next().expect("a name");
+        !OTHERS.contains(&column) && column != "__pad"
+    });
     let offset =
         |tensor: &serde_json::Value, at: usize| tensor["data_offsets"][at].as_u64().expect("a number") as usize;
     let ranges = of_slots.map(|(_, tensor)| data + offset(tensor, 0)..data + offset(tensor, 1));

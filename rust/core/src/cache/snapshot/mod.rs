@@ -284,6 +284,7 @@ pub(crate) fn all_chunks(
 pub(crate) fn all_groups(table: &TableInner, sink: &mut dyn GroupSink) -> Result<()> {
     let version = table.version();
     let chunk_rows = rows_copied_at_once(table);
+    sink.expect_rows(table.lock()?.placement.rows() as usize);
     if table.has_device() {
         let mut gather = GroupGatherer::new(sink);
         all_by_id(table, version, chunk_rows, None, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;

@@ -4,23 +4,28 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
+use std::sync::OnceLock;
 
+use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 use super::latest::CheckpointName;
 use super::spec::{MAX_COUNT, TableSpec};
 use super::{
-    CHUNK_BYTES, FORMAT, MANIFEST_FILE, RankDigest, TOMBSTONES_PER_FILE, VERSION, checksum, parse, rank_file, render,
-    unseal,
+    CHUNK_BYTES, FORMAT, MANIFEST_FILE, RankDigest, TOMBSTONES_PER_GROUP, VERSION, checksum, inconsistent, parse,
+    rank_file, render, unseal,
 };
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::error::{Error, Result};
 use crate::io::{ALIGNMENT, IoEngine, read_file};
 use crate::lifecycle::{ExpirySweep, StepClock};
 use crate::ssd::SegmentSet;
+use crate::types::buckets_of_rank;
 
 /// Larger manifests are rejected before they are read.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+/// Maximum number of groups of a data file. Bounds its header.
+pub(crate) const MAX_GROUPS_PER_FILE: usize = 64;
 /// Bytes of a stream per checksum.
 pub(crate) const STREAM_CHUNK_BYTES: usize = 256 << 10;
 /// The file in the checkpoint's directory that describes the extents.
@@ -69,6 +74,33 @@ pub struct CheckpointId {
     pub manifest_xxh3: u64,
 }
 
+/// The buckets of a table that one rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BucketShare {
+    /// The rank.
+    pub rank: u32,
+    /// Its first bucket; `bucket_end` is exclusive.
+    pub bucket_begin: u32,
+    /// End of its buckets.
+    pub bucket_end: u32,
+}
+
+impl BucketShare {
+    /// The buckets.
+    pub(crate) fn buckets(&self) -> Range<u32> {
+        self.bucket_begin..self.bucket_end
+    }
+
+    /// The shares of `world` ranks among which `total` buckets are divided in order.
+    fn of_all_ranks(total: u32, world: u32) -> impl Iterator<Item = Self> {
+        (0..world).map(move |rank| {
+            let Range { start, end } = buckets_of_rank(total, rank, world);
+            Self { rank, bucket_begin: start, bucket_end: end }
+        })
+    }
+}
+
 /// A table in the coordinator's manifest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -84,6 +116,9 @@ pub struct TableEntry {
     /// Number of pending ids with admission counts in this checkpoint. `None` if counts were not saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<u64>,
+    /// The ranks that have buckets of the table, by bucket. Empty if the buckets are divided among all ranks in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<BucketShare>,
     /// In a delta: the sweeps since the parent. Rows of the base checkpoints that match one of them are expired.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sweeps: Vec<ExpirySweep>,
@@ -163,26 +198,100 @@ pub struct DenseExtent {
     pub bytes: u64,
 }
 
-/// The counts that determine the layout of a data file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct DataShape {
+/// The counts that determine the layout of a group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct GroupShape {
     pub(crate) rows: usize,
-    pub(crate) buckets: usize,
     pub(crate) tombstones: usize,
+    /// First bucket of its rows and tombstones; `bucket_end` is exclusive. Equal if it has none.
+    pub(crate) bucket_begin: u32,
+    pub(crate) bucket_end: u32,
+    /// Number of buckets whose generations are stored; 0 except in the first group of counts.
+    pub(crate) generations: usize,
+}
+
+/// A group of a data file in a rank's manifest: rows, tombstones, or admission counts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct GroupEntry {
+    /// Offset of its first column in the file.
+    pub(crate) offset: u64,
+    pub(crate) rows: u64,
+    pub(crate) tombstones: u64,
+    /// First bucket of its rows and tombstones; `bucket_end` is exclusive. Equal if it has none.
+    pub(crate) bucket_begin: u32,
+    pub(crate) bucket_end: u32,
+    /// CRC-32C of its tensor `checksums`.
+    pub(crate) checksums_crc32c: u32,
+}
+
+impl GroupEntry {
+    /// Shape of a group with the generations of this number of buckets.
+    pub(crate) fn shape(&self, generations: usize) -> GroupShape {
+        let (rows, tombstones) = (self.rows as usize, self.tombstones as usize);
+        GroupShape { rows, tombstones, bucket_begin: self.bucket_begin, bucket_end: self.bucket_end, generations }
+    }
+
+    /// Checks that its counts are in range. Bounds the size of one read for any manifest.
+    fn check(&self, share: &RankShare) -> Result<(), String> {
+        let owned = share.buckets();
+        let is_within = owned.start <= self.bucket_begin
+            && self.bucket_begin <= self.bucket_end
+            && self.bucket_end <= owned.end
+            && (self.bucket_begin < self.bucket_end || (self.rows, self.tombstones) == (0, 0));
+        if is_within && u32::try_from(self.rows).is_ok() && self.tombstones <= TOMBSTONES_PER_GROUP as u64 {
+            return Ok(());
+        }
+        Err("a group's counts or buckets are out of range".into())
+    }
 }
 
 /// A data file in a rank's manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct DataFile {
-    pub(crate) rows: u64,
-    pub(crate) tombstones: u64,
     /// Length of the file.
     pub(crate) bytes: u64,
     /// CRC-32C of the header, including the length field.
     pub(crate) header_crc32c: u32,
-    /// CRC-32C of the tensor `checksums`.
-    pub(crate) checksums_crc32c: u32,
+    /// First of the table's columns that its vectors have; `column_end` is exclusive. 0 and 0 in a file of counts.
+    pub(crate) column_begin: u32,
+    pub(crate) column_end: u32,
+    /// Its groups, by offset.
+    pub(crate) groups: Vec<GroupEntry>,
+}
+
+impl DataFile {
+    /// Number of rows, or of ids with counts.
+    pub(crate) fn rows(&self) -> u64 {
+        self.groups.iter().map(|group| group.rows).sum()
+    }
+
+    fn tombstones(&self) -> u64 {
+        self.groups.iter().map(|group| group.tombstones).sum()
+    }
+
+    fn check(&self, share: &RankShare, columns: u32) -> Result<(), String> {
+        if (self.column_begin, self.column_end) != (0, columns) {
+            return Err(format!(
+                "a file has columns {}..{} of {columns}: this release reads whole rows",
+                self.column_begin, self.column_end
+            ));
+        }
+        let ascend = self.groups.is_sorted_by(|before, after| before.offset < after.offset);
+        if self.bytes > MAX_COUNT || !ascend || !(1..=MAX_GROUPS_PER_FILE).contains(&self.groups.len()) {
+            return Err("a file's length or groups are out of range".into());
+        }
+        self.groups.iter().try_for_each(|group| group.check(share))
+    }
+}
+
+/// A column of a table's data files that has values of each row.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ColumnEntry {
+    pub(crate) name: String,
+    pub(crate) dtype: Dtype,
 }
 
 /// One rank's shard of a table.
@@ -195,6 +304,9 @@ pub(crate) struct RankShare {
     pub(crate) bucket_end: u32,
     /// Number of rows of the shard, including in a delta the rows that are only in its base checkpoints.
     pub(crate) total_rows: u64,
+    /// Columns of the data files, in file order. Empty in a linked checkpoint's segments.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) columns: Vec<ColumnEntry>,
     pub(crate) files: Vec<DataFile>,
     /// Admission counts of pending ids, if they were saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -228,6 +340,7 @@ impl RankShare {
             bucket_begin: buckets.start,
             bucket_end: buckets.end,
             total_rows: 0,
+            columns: Vec::new(),
             files: Vec::new(),
             counts: None,
             sweeps: Vec::new(),
@@ -242,20 +355,12 @@ impl RankShare {
     }
 
     pub(crate) fn rows(&self) -> u64 {
-        let in_files: u64 = self.files.iter().map(|file| file.rows).sum();
+        let in_files: u64 = self.files.iter().map(DataFile::rows).sum();
         in_files + self.segments.as_ref().map_or(0, |set| set.rows)
     }
 
     fn tombstones(&self) -> u64 {
-        self.files.iter().map(|file| file.tombstones).sum()
-    }
-
-    pub(crate) fn shape(&self, file: &DataFile) -> DataShape {
-        DataShape {
-            rows: file.rows as usize,
-            buckets: (self.bucket_end - self.bucket_begin) as usize,
-            tombstones: file.tombstones as usize,
-        }
+        self.files.iter().map(DataFile::tombstones).sum()
     }
 
     pub(crate) fn check(&self, kind: CheckpointKind) -> Result<(), String> {
@@ -271,22 +376,17 @@ impl RankShare {
                 self.spec.step
             ));
         }
-        for file in &self.files {
-            // Bounds the size of one read for any manifest.
-            let tombstones = file.tombstones > TOMBSTONES_PER_FILE as u64;
-            if file.rows > u64::from(u32::MAX) || tombstones || file.bytes > MAX_COUNT {
-                return Err("a file's counts are out of range".into());
-            }
-            if kind != CheckpointKind::Delta && file.tombstones > 0 {
-                return Err(format!("a {} checkpoint has tombstones", kind.name()));
-            }
+        self.files.iter().try_for_each(|file| file.check(self, self.spec.dim))?;
+        if kind != CheckpointKind::Delta && self.tombstones() > 0 {
+            return Err(format!("a {} checkpoint has tombstones", kind.name()));
         }
         if kind != CheckpointKind::Delta && !self.sweeps.is_empty() {
             return Err(format!("a {} checkpoint has sweeps", kind.name()));
         }
         for file in self.counts.iter().flat_map(|counts| &counts.files) {
-            if file.rows > u64::from(u32::MAX) || file.tombstones > 0 || file.bytes > MAX_COUNT {
-                return Err("the counts of a file of counts are out of range".into());
+            file.check(self, 0)?;
+            if file.tombstones() > 0 {
+                return Err("a file of counts has tombstones".into());
             }
         }
         if let Some(set) = &self.segments {
@@ -395,14 +495,23 @@ impl CheckpointManifest {
         if self.ranks.is_empty() || self.ranks.len() as u64 > u64::from(u32::MAX) {
             return Err(format!("it has {} ranks", self.ranks.len()));
         }
-        let mut seen = BTreeSet::new();
-        for TableEntry { spec, .. } in &self.tables {
-            spec.check().map_err(|e| e.to_string())?;
-            if !seen.insert((&spec.module, &spec.table)) {
-                return Err(format!("table {:?} of module {:?} is there twice", spec.table, spec.module));
-            }
+        let key = |entry: &TableEntry| (entry.spec.module.clone(), entry.spec.table.clone());
+        if !self.tables.is_sorted_by(|before, after| key(before) < key(after)) {
+            return Err("its tables are not in order, or one is there twice".into());
         }
-        Ok(())
+        self.tables.iter().try_for_each(|entry| {
+            entry.spec.check().map_err(|e| e.to_string())?;
+            let TableSpec { module, table, step, .. } = &entry.spec;
+            if entry.clock.last_step() > *step {
+                return Err(format!("table {table:?} has step times up to {}", entry.clock.last_step()));
+            }
+            entry.check_shares(self.world()).map_err(|what| format!("table {table:?} of module {module:?}: {what}"))
+        })
+    }
+
+    /// Number of ranks.
+    pub(crate) fn world(&self) -> u32 {
+        self.ranks.len() as u32
     }
 
     /// Checks that a delta's rows and tombstones can be applied to the tables of `parent`. The message describes the
@@ -458,26 +567,9 @@ impl CheckpointManifest {
     /// Checks that the ranks' manifests belong to this checkpoint, agree with it, and together contain every bucket of
     /// every table once.
     pub(crate) fn check_ranks(&self, ranks: &[RankManifest]) -> Result<(), String> {
-        for (rank, manifest) in ranks.iter().enumerate() {
-            if manifest.name != self.name
-                || manifest.rank as usize != rank
-                || manifest.world as usize != self.ranks.len()
-            {
-                return Err(format!(
-                    "the manifest of rank {rank} belongs to rank {} of {}",
-                    manifest.rank, manifest.name
-                ));
-            }
-        }
+        ranks.iter().enumerate().try_for_each(|(rank, manifest)| self.check_rank(rank as u32, manifest))?;
         if merge_tables(ranks, self.kind)? != self.tables {
             return Err("the ranks' manifests hold other tables, settings or counts".into());
-        }
-        for (rank, manifest) in ranks.iter().enumerate() {
-            let checked = manifest.dense.as_ref().map_or(Ok(()), DenseShare::check);
-            checked.map_err(|what| format!("rank {rank}: {what}"))?;
-            if manifest.dense.is_some() != self.dense.is_some() {
-                return Err(format!("one of rank {rank} and the coordinator has extents"));
-            }
         }
         if dense_bytes(ranks) == self.dense.map_or(0, |dense| dense.bytes) {
             Ok(())
@@ -485,9 +577,72 @@ impl CheckpointManifest {
             Err("the ranks' manifests have other extents".into())
         }
     }
+
+    /// Checks that the manifest of `rank` belongs to this checkpoint and agrees with it.
+    pub(crate) fn check_rank(&self, rank: u32, manifest: &RankManifest) -> Result<(), String> {
+        if manifest.name != self.name || manifest.rank != rank || manifest.world != self.world() {
+            return Err(format!("the manifest of rank {rank} belongs to rank {} of {}", manifest.rank, manifest.name));
+        }
+        let mut shares: BTreeMap<(&str, &str), &RankShare> = BTreeMap::new();
+        for share in &manifest.tables {
+            share.check(self.kind)?;
+            if shares.insert((&share.spec.module, &share.spec.table), share).is_some() {
+                return Err(format!("rank {rank} has table {:?} twice", share.spec.table));
+            }
+        }
+        for entry in &self.tables {
+            let share = shares.remove(&(&*entry.spec.module, &*entry.spec.table));
+            let mut listed = entry.shares_of(rank, self.world());
+            if share.map(RankShare::buckets) != listed.next().map(|listed| listed.buckets()) {
+                return Err(format!("rank {rank} has other buckets of table {:?}", entry.spec.table));
+            }
+            if share.is_some_and(|share| share.spec != entry.spec || share.sweeps != entry.sweeps) {
+                return Err(format!("rank {rank} has other settings, steps or sweeps of table {:?}", entry.spec.table));
+            }
+        }
+        if let Some((_, table)) = shares.keys().next() {
+            return Err(format!("rank {rank} has another table, {table:?}"));
+        }
+        let checked = manifest.dense.as_ref().map_or(Ok(()), DenseShare::check);
+        checked.map_err(|what| format!("rank {rank}: {what}"))?;
+        if manifest.dense.is_some() != self.dense.is_some() {
+            return Err(format!("one of rank {rank} and the coordinator has extents"));
+        }
+        Ok(())
+    }
 }
 
 impl TableEntry {
+    /// The ranks that have buckets of the table, by bucket, in a checkpoint of `world` ranks.
+    pub(crate) fn all_shares(&self, world: u32) -> Vec<BucketShare> {
+        if self.shares.is_empty() {
+            return BucketShare::of_all_ranks(self.spec.total_num_buckets, world).collect();
+        }
+        self.shares.clone()
+    }
+
+    /// The share of `rank` of `world`: one, or none.
+    fn shares_of(&self, rank: u32, world: u32) -> impl Iterator<Item = BucketShare> {
+        let in_order = self.shares.is_empty().then(|| buckets_of_rank(self.spec.total_num_buckets, rank, world));
+        let in_order = in_order.map(|Range { start, end }| BucketShare { rank, bucket_begin: start, bucket_end: end });
+        self.shares.iter().filter(move |share| share.rank == rank).copied().chain(in_order)
+    }
+
+    /// Checks that the shares contain every bucket once. The message describes the problem.
+    fn check_shares(&self, world: u32) -> Result<(), String> {
+        let (mut end, mut ranks) = (0, BTreeSet::new());
+        for share in &self.shares {
+            if share.bucket_begin != end || share.bucket_end < end || share.rank >= world || !ranks.insert(share.rank) {
+                return Err(format!("the buckets of rank {} do not follow {end}", share.rank));
+            }
+            end = share.bucket_end;
+        }
+        if self.shares.is_empty() || end == self.spec.total_num_buckets {
+            return Ok(());
+        }
+        Err(format!("no rank has the buckets from {end} on"))
+    }
+
     /// True if these changes can lead from the rows of `before` to this entry's row count: each row is new or was there
     /// before, and without sweeps only rows with a tombstone are removed.
     fn can_follow(&self, before: &Self) -> bool {
@@ -506,7 +661,7 @@ pub(crate) fn dense_bytes(ranks: &[RankManifest]) -> u64 {
 /// Number of pending ids with counts in these shares; `None` if no share has counts.
 fn count_pending<'a>(shares: impl Iterator<Item = &'a RankShare>) -> Option<u64> {
     let counts = shares.filter_map(|share| share.counts.as_ref());
-    counts.map(|counts| counts.files.iter().map(|file| file.rows).sum()).reduce(|a: u64, b| a + b)
+    counts.map(|counts| counts.files.iter().map(DataFile::rows).sum()).reduce(|a: u64, b| a + b)
 }
 
 /// Merges the tables of all ranks. The message describes a mismatch.
@@ -525,41 +680,94 @@ pub(crate) fn merge_tables(ranks: &[RankManifest], kind: CheckpointKind) -> Resu
             shares.push((rank, share));
         }
     }
-    tables
-        .into_iter()
-        .map(|((module, table), mut shares)| {
-            let name = format!("table {table:?} of module {module:?}");
-            let (first_rank, first) = shares[0];
-            if let Some((rank, _)) = shares.iter().find(|(_, share)| share.spec != first.spec) {
-                return Err(format!(
-                    "{name}: ranks {first_rank} and {rank} have different settings or steps, or their OOV rows differ"
-                ));
-            }
-            if let Some((rank, _)) = shares.iter().find(|(_, share)| share.sweeps != first.sweeps) {
-                return Err(format!("{name}: ranks {first_rank} and {rank} have made different sweeps"));
-            }
-            shares.sort_by_key(|(_, share)| (share.bucket_begin, share.bucket_end));
-            let mut end = 0;
-            for (rank, share) in &shares {
-                if share.bucket_begin != end {
-                    return Err(format!("{name}: bucket {end} is followed by {} (rank {rank})", share.bucket_begin));
-                }
-                end = share.bucket_end;
-            }
-            if end != first.spec.total_num_buckets {
-                return Err(format!("{name}: no rank has the buckets from {end} on"));
-            }
-            Ok(TableEntry {
-                spec: first.spec.clone(),
-                rows: shares.iter().map(|(_, share)| share.rows()).sum(),
-                tombstones: shares.iter().map(|(_, share)| share.tombstones()).sum(),
-                total_rows: shares.iter().map(|(_, share)| share.total_rows).sum(),
-                pending: count_pending(shares.iter().map(|(_, share)| *share)),
-                sweeps: first.sweeps.clone(),
-                clock: StepClock::join(shares.iter().map(|(_, share)| &share.clock)),
-            })
-        })
-        .collect()
+    tables.into_values().map(|shares| merge_shares(shares, ranks.len() as u32)).collect()
+}
+
+/// Merges the shards of a table, each with its rank, in a checkpoint of `world` ranks. The message describes a mismatch.
+pub(crate) fn merge_shares(mut shares: Vec<(usize, &RankShare)>, world: u32) -> Result<TableEntry, String> {
+    let (first_rank, first) = *shares.first().ok_or("a table without shards")?;
+    let name = format!("table {:?} of module {:?}", first.spec.table, first.spec.module);
+    if let Some((rank, _)) = shares.iter().find(|(_, share)| share.spec != first.spec) {
+        return Err(format!(
+            "{name}: ranks {first_rank} and {rank} have different settings or steps, or their OOV rows differ"
+        ));
+    }
+    if let Some((rank, _)) = shares.iter().find(|(_, share)| share.sweeps != first.sweeps) {
+        return Err(format!("{name}: ranks {first_rank} and {rank} have made different sweeps"));
+    }
+    shares.sort_by_key(|(_, share)| (share.bucket_begin, share.bucket_end));
+    let mut end = 0;
+    for (rank, share) in &shares {
+        if share.bucket_begin != end {
+            return Err(format!("{name}: bucket {end} is followed by {} (rank {rank})", share.bucket_begin));
+        }
+        end = share.bucket_end;
+    }
+    if end != first.spec.total_num_buckets {
+        return Err(format!("{name}: no rank has the buckets from {end} on"));
+    }
+    let listed = |&(rank, share): &(usize, &RankShare)| BucketShare {
+        rank: rank as u32,
+        bucket_begin: share.bucket_begin,
+        bucket_end: share.bucket_end,
+    };
+    let listed: Vec<BucketShare> = shares.iter().map(listed).collect();
+    let in_order = BucketShare::of_all_ranks(end, world).eq(listed.iter().copied());
+    Ok(TableEntry {
+        spec: first.spec.clone(),
+        rows: shares.iter().map(|(_, share)| share.rows()).sum(),
+        tombstones: shares.iter().map(|(_, share)| share.tombstones()).sum(),
+        total_rows: shares.iter().map(|(_, share)| share.total_rows).sum(),
+        pending: count_pending(shares.iter().map(|(_, share)| *share)),
+        shares: if in_order { Vec::new() } else { listed },
+        sweeps: first.sweeps.clone(),
+        clock: StepClock::join(shares.iter().map(|(_, share)| &share.clock)),
+    })
+}
+
+/// The manifests of a checkpoint. Those of ranks are read when they are needed.
+#[derive(Debug)]
+pub(crate) struct CheckpointManifests {
+    pub(crate) directory: CheckpointDirectory,
+    /// The coordinator's.
+    pub(crate) coordinator: CheckpointManifest,
+    pub(crate) identity: CheckpointId,
+    /// The ranks' manifests that were read.
+    ranks: Vec<OnceLock<RankManifest>>,
+}
+
+impl CheckpointManifests {
+    /// Reads and checks the coordinator's manifest of the checkpoint `name` in `directory`.
+    pub(crate) fn open(directory: CheckpointDirectory, name: CheckpointName) -> Result<Self> {
+        let (coordinator, identity) = read_manifest(&directory)?;
+        coordinator.check(name).map_err(|what| inconsistent(&directory.join(MANIFEST_FILE), what))?;
+        let ranks = coordinator.ranks.iter().map(|_| OnceLock::new()).collect();
+        Ok(Self { directory, coordinator, identity, ranks })
+    }
+
+    /// Returns the manifest of `rank`, checked against the coordinator's.
+    pub(crate) fn rank(&self, rank: u32) -> Result<&RankManifest> {
+        let read = &self.ranks[rank as usize];
+        if let Some(manifest) = read.get() {
+            return Ok(manifest);
+        }
+        let manifest = read_rank(&self.directory, &self.coordinator.ranks, rank)?;
+        let path = self.directory.join(rank_file(rank, self.coordinator.world()));
+        self.coordinator.check_rank(rank, &manifest).map_err(|what| inconsistent(&path, what))?;
+        Ok(read.get_or_init(|| manifest))
+    }
+
+    /// Reads and checks the manifests of `part` of `parts` of the ranks, and with one part compares their dense state with
+    /// the coordinator's.
+    pub(crate) fn check(&self, part: u32, parts: u32) -> Result<()> {
+        let ranks = (part..self.coordinator.world()).step_by(parts.max(1) as usize);
+        let dense = ranks.map(|rank| Ok(self.rank(rank)?.dense.as_ref().map_or(0, DenseShare::bytes)));
+        let dense: u64 = dense.sum::<Result<u64>>()?;
+        if parts > 1 || dense == self.coordinator.dense.map_or(0, |dense| dense.bytes) {
+            return Ok(());
+        }
+        Err(inconsistent(&self.directory.join(MANIFEST_FILE), "the ranks' manifests have other extents"))
+    }
 }
 
 /// Reads the coordinator's manifest of the checkpoint in `dir`, verifies its seal, and returns it with its identity.
@@ -571,17 +779,15 @@ pub(crate) fn read_manifest(dir: &CheckpointDirectory) -> Result<(CheckpointMani
     Ok((manifest, identity))
 }
 
-/// Reads the ranks' manifests and verifies them against their digests.
-pub(crate) fn read_ranks(dir: &CheckpointDirectory, digests: &[RankDigest]) -> Result<Vec<RankManifest>> {
-    let world = digests.len() as u32;
-    digests
-        .iter()
-        .enumerate()
-        .map(|(rank, digest)| {
-            let path = dir.join(rank_file(rank as u32, world));
-            parse(&read_digested(dir.engine(), &path, digest)?, &path)
-        })
-        .collect()
+/// Reads the manifest of `rank` and verifies it against its digest, one of all ranks'. `Corruption` if it is missing.
+pub(crate) fn read_rank(dir: &CheckpointDirectory, digests: &[RankDigest], rank: u32) -> Result<RankManifest> {
+    let path = dir.join(rank_file(rank, digests.len() as u32));
+    let read = read_digested(dir.engine(), &path, &digests[rank as usize]);
+    let read = read.map_err(|error| match error.errno() {
+        Some(libc::ENOENT) => Error::corruption(&path, 0, "the manifest", format!("that of rank {rank}"), "missing"),
+        _ => error,
+    });
+    parse(&read?, &path)
 }
 
 /// Reads the file at `path`, which must match `digest`.

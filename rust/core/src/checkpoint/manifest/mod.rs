@@ -18,8 +18,8 @@ pub const FORMAT: &str = "torchrec-embcache";
 pub const VERSION: u32 = 1;
 /// Bytes of a column per checksum.
 pub const CHUNK_BYTES: usize = 16 << 10;
-/// Maximum number of tombstones per file.
-pub(crate) const TOMBSTONES_PER_FILE: usize = 1 << 20;
+/// Maximum number of tombstones per group.
+pub(crate) const TOMBSTONES_PER_GROUP: usize = 1 << 20;
 /// The coordinator's manifest, written after all ranks have finished.
 pub(crate) const MANIFEST_FILE: &str = "manifest.json";
 /// A file in a checkpoint's directory that names a file elsewhere which refers to the checkpoint. The checkpoint is

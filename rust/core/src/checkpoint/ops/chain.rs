@@ -76,7 +76,7 @@ impl TableSource {
     }
 }
 
-/// A checkpoint and its base checkpoints, with checked manifests.
+/// A checkpoint and its base checkpoints.
 #[derive(Clone, Debug)]
 pub struct CheckpointChain {
     /// Latest first; the last one is full.
@@ -85,8 +85,8 @@ pub struct CheckpointChain {
 }
 
 impl CheckpointChain {
-    /// Reads and checks the manifests of the checkpoint that `latest` names in `root`, and of its base checkpoints.
-    /// While the latest is locked no save removes any of them.
+    /// Reads and checks the coordinators' manifests of the checkpoint that `latest` names in `root`, and of its base
+    /// checkpoints. While the latest is locked no save removes any of them.
     ///
     /// Errors: as [`OpenCheckpoint::open`]; `Corruption` if a base checkpoint is missing, has changed since the next
     /// was based on it, or does not match the next.

@@ -153,6 +153,7 @@ fn make_newest(from: &CheckpointChain, to: &CheckpointDirectory) -> Result<bool>
 
 /// Reads every byte of a checkpoint and its base checkpoints, and verifies it against its checksums.
 fn verify(chain: &CheckpointChain) -> Result<()> {
+    chain.links().iter().try_for_each(|link| link.check_ranks(0, 1))?;
     for entry in &chain.manifest().tables {
         let spec = &entry.spec;
         chain.table_reader(&spec.module, &spec.table, 0..spec.total_num_buckets)?.verify()?;
@@ -161,7 +162,7 @@ fn verify(chain: &CheckpointChain) -> Result<()> {
     for link in chain.links().iter().filter(|link| link.manifest().dense.is_some()) {
         link.dense_metadata()?;
         let reader = link.dense_reader();
-        for (rank, stream_bytes) in reader.stream_bytes().into_iter().enumerate() {
+        for (rank, stream_bytes) in reader.stream_bytes()?.into_iter().enumerate() {
             for offset in (0..stream_bytes).step_by(window.len()) {
                 let bytes = WINDOW_BYTES.min(stream_bytes - offset);
                 reader.read(rank as u32, DenseExtent { offset, bytes }, &mut window[..bytes as usize])?;

@@ -1,7 +1,5 @@
 //! Writes a chain of checkpoints as a new one: merged, for other ranks, or for serving.
 
-use std::ops::Range;
-
 use super::chain::CheckpointChain;
 use crate::checkpoint::commit::{CheckpointSave, PublishedCheckpoint, SaveOptions};
 use crate::checkpoint::directory::CheckpointDirectory;
@@ -11,6 +9,7 @@ use crate::checkpoint::manifest::manifests::CheckpointKind;
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Kind, Result};
 use crate::rows::WeightPrecision;
+use crate::types::buckets_of_rank;
 
 /// One rank's part of merging the chain that `LATEST` names.
 ///
@@ -51,19 +50,12 @@ impl ChainCompaction {
     ) -> Result<RankDigest> {
         let mut writer = RankWriter::new(&self.directory, name, rank, world)?.with_counts(self.counts);
         for entry in &self.chain.manifest().tables {
-            let buckets = share_of(rank, world, entry.spec.total_num_buckets);
+            let buckets = buckets_of_rank(entry.spec.total_num_buckets, rank, world);
             let reader = self.chain.table_reader(&entry.spec.module, &entry.spec.table, buckets)?;
             writer.write_chain(&reader, progress)?;
         }
         writer.finish()
     }
-}
-
-/// The buckets of `rank` of `world`. Ranks differ by at most one bucket, and the first ranks have more.
-fn share_of(rank: u32, world: u32, buckets: u32) -> Range<u32> {
-    let (each, more) = (buckets / world, buckets % world);
-    let start = |rank: u32| rank * each + rank.min(more);
-    start(rank)..start(rank + 1)
 }
 
 /// Writes the rows of `from` to another directory, as `world` ranks would have saved them. Merges deltas. A table that
@@ -84,8 +76,7 @@ pub fn reshard(
 ) -> Result<PublishedCheckpoint> {
     from.links()[0].refuse_serving("divide rows between ranks")?;
     let tables = &from.manifest().tables;
-    let owners: Vec<Option<u32>> =
-        tables.iter().map(|entry| from.links()[0].only_rank(&entry.spec.module, &entry.spec.table)).collect();
+    let owners: Vec<Option<u32>> = tables.iter().map(|entry| from.links()[0].only_rank(entry)).collect();
     let fewest =
         tables.iter().zip(&owners).filter(|(_, owner)| owner.is_none()).map(|(entry, _)| entry.spec.total_num_buckets);
     let max_ranks = fewest.min().unwrap_or(u32::MAX);
@@ -99,7 +90,7 @@ pub fn reshard(
         let mut writer = RankWriter::new(to, save.name(), rank, world)?.with_counts(counts);
         for (entry, owner) in tables.iter().zip(&owners) {
             let buckets = match owner {
-                None => share_of(rank, world, entry.spec.total_num_buckets),
+                None => buckets_of_rank(entry.spec.total_num_buckets, rank, world),
                 Some(owner) if owner.min(&(world - 1)) == &rank => 0..entry.spec.total_num_buckets,
                 Some(_) => continue,
             };
@@ -157,6 +148,3 @@ fn publish_or_abandon(
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

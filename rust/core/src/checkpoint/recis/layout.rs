@@ -215,7 +215,7 @@ impl RecisFileLayout {
             }
         }
         let text = serde_json::to_vec(&OrderedFields(described)).map_err(|error| error.to_string())?;
-        let header = pad_header(&text, 0);
+        let header = pad_header(&text);
         let length = header.len() as u64;
         let starts = offsets.into_iter().map(|(name, offset)| (name, length + offset)).collect();
         Ok(Self { header, starts, bytes: length + at })

@@ -19,6 +19,7 @@ use crate::checkpoint::manifest::manifests::STREAM_CHUNK_BYTES;
 use crate::checkpoint::manifest::{MANIFEST_FILE, inconsistent};
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, DirLock, DirLockPurpose};
+use crate::runtime::memory;
 use crate::types::{BucketMapper, Id};
 
 /// The slot that contains a table's ids.
@@ -47,9 +48,8 @@ pub struct RecisBlockShape {
 #[derive(Debug)]
 struct RecisShardShare {
     buckets: Range<u32>,
+    /// Number of rows of each run.
     runs: Vec<u64>,
-    /// `[runs, buckets + 1]`.
-    starts: Vec<i64>,
     blocks: BTreeMap<String, RecisBlock>,
 }
 
@@ -77,6 +77,13 @@ pub struct RecisTableInfo {
 struct RecisTable {
     info: RecisTableInfo,
     shares: Vec<RecisShardShare>,
+}
+
+/// The ids of a chunk of a block, and their rows in the block.
+#[derive(Debug, Default)]
+struct IdChunk {
+    rows: Range<u64>,
+    ids: Vec<Id>,
 }
 
 /// Adjacent rows in the blocks of one shard, sorted by (bucket, `uint64(id)`).
@@ -157,7 +164,7 @@ impl RecisReader {
             files.insert(entry.file, (layout, io));
         }
         // Shapes are consistent with the lengths of existing files here, which bounds the allocations below.
-        let (checksums, starts) = self.read_checks(shard, found, &tensors, path)?;
+        let checksums = self.read_checks(shard, found, &tensors, path)?;
         let mut blocks: BTreeMap<&str, BTreeMap<String, RecisBlock>> = BTreeMap::new();
         for ((entry, tensor), checksums) in found.blocks.iter().zip(tensors).zip(checksums) {
             let (layout, io) = &files[&entry.file];
@@ -172,9 +179,9 @@ impl RecisReader {
                 return Err(damaged(format!("{:?} is there twice", entry.name)));
             }
         }
-        for (share, starts) in found.tables.iter().zip(starts) {
+        for share in &found.tables {
             let blocks = blocks.remove(share.name.as_str()).unwrap_or_default();
-            self.add_share(share, starts, blocks, path)?;
+            self.add_share(share, blocks, path)?;
         }
         match blocks.keys().next() {
             Some(name) => Err(damaged(format!("{name:?} is not among its tables"))),
@@ -182,18 +189,16 @@ impl RecisReader {
         }
     }
 
-    /// Reads the checksums of a shard's blocks and the bucket starts of its tables.
-    #[allow(clippy::type_complexity)] // two lists
+    /// Reads the checksums of a shard's blocks.
     fn read_checks(
         &self,
         shard: RecisShard,
         found: &RecisShardManifest,
         tensors: &[RecisTensor],
         path: &Path,
-    ) -> Result<(Vec<Vec<u32>>, Vec<Vec<i64>>)> {
+    ) -> Result<Vec<Vec<u32>>> {
         let damaged = |what: String| inconsistent(path, what);
-        let tables: Vec<&RecisTableShare> = found.tables.iter().collect();
-        let described = check_tensors(tensors, &tables).map_err(damaged)?;
+        let described = check_tensors(tensors).map_err(damaged)?;
         let layout = RecisFileLayout::new(described.iter().collect(), TensorSpacing::Packed).map_err(damaged)?;
         let path = self.dir.join(shard.check_file());
         let bytes = layout.read(self.dir.engine(), &path)?;
@@ -203,19 +208,10 @@ impl RecisReader {
             let start = layout.start(tensor) as usize;
             &bytes[start..start + tensor.bytes as usize]
         };
-        let (of_blocks, of_tables) = described.split_at(tensors.len());
-        let checksums = of_blocks.iter().map(|tensor| bytemuck::pod_collect_to_vec(data(tensor))).collect();
-        let starts = of_tables.iter().map(|tensor| bytemuck::pod_collect_to_vec(data(tensor))).collect();
-        Ok((checksums, starts))
+        Ok(described.iter().map(|tensor| bytemuck::pod_collect_to_vec(data(tensor))).collect())
     }
 
-    fn add_share(
-        &mut self,
-        share: &RecisTableShare,
-        starts: Vec<i64>,
-        blocks: BTreeMap<String, RecisBlock>,
-        path: &Path,
-    ) -> Result<()> {
+    fn add_share(&mut self, share: &RecisTableShare, blocks: BTreeMap<String, RecisBlock>, path: &Path) -> Result<()> {
         let damaged = |what: &str, expected: &str| {
             Error::corruption(path, 0, &format!("{what} of table {:?}", share.name), expected, "others")
         };
@@ -228,7 +224,7 @@ impl RecisReader {
         };
         let ids = slots.get(ID).is_some_and(|ids| ids.dtype == "I64" && ids.shape.is_empty());
         let counted = blocks.values().all(|block| block.tensor.shape.first() == Some(&rows));
-        if !ids || !counted || !slots.values().all(known) || !starts_fit(share, &starts) {
+        if !ids || !counted || !slots.values().all(known) {
             return Err(damaged("the counts", "consistent"));
         }
         let about = RecisTableInfo {
@@ -250,14 +246,14 @@ impl RecisReader {
         }
         table.info.epoch = epoch;
         let [begin, end] = share.buckets;
-        table.shares.push(RecisShardShare { buckets: begin..end, runs: share.runs.clone(), starts, blocks });
+        table.shares.push(RecisShardShare { buckets: begin..end, runs: share.runs.clone(), blocks });
         Ok(())
     }
 
     /// Returns the runs with the rows of `buckets` under `bucketing`. If the save has other buckets, returns the runs
-    /// of all rows.
+    /// of all rows. Searches the ids of runs for the bounds of the buckets.
     ///
-    /// Errors: `Input` if there is no such table.
+    /// Errors: `Input` if there is no such table; `Corruption`, `Storage`.
     pub fn runs(&self, table: &str, bucketing: BucketMapper, buckets: &Range<u32>) -> Result<Vec<RecisRun>> {
         let table = self.table(table)?;
         let same = table.info.bucketing == bucketing;
@@ -271,18 +267,63 @@ impl RecisReader {
             if wanted.is_empty() {
                 continue;
             }
-            let columns = share.buckets.len() + 1;
-            let mut first = 0;
-            for (starts, rows) in share.starts.chunks(columns).zip(&share.runs) {
-                let start = |bucket: u32| first + starts[(bucket - share.buckets.start) as usize] as u64;
-                let within = start(wanted.start)..start(wanted.end);
+            let (mut first, mut chunk) = (0, IdChunk::default());
+            for &rows in &share.runs {
+                let run = first..first + rows;
+                let begin = self.first_row(share, run.clone(), wanted.start, (bucketing, &mut chunk))?;
+                let within = begin..self.first_row(share, begin..run.end, wanted.end, (bucketing, &mut chunk))?;
                 if !within.is_empty() {
                     runs.push(RecisRun { share: number, rows: within, buckets: wanted.clone() });
                 }
-                first += rows;
+                first = run.end;
             }
         }
         Ok(runs)
+    }
+
+    /// Finds the first of some rows of a run, which are sorted by bucket, whose bucket is `bucket` or a later one. `chunk`
+    /// has the ids that were read last.
+    fn first_row(
+        &self,
+        share: &RecisShardShare,
+        mut rows: Range<u64>,
+        bucket: u32,
+        (bucketing, chunk): (BucketMapper, &mut IdChunk),
+    ) -> Result<u64> {
+        if bucket == share.buckets.start {
+            return Ok(rows.start);
+        }
+        if bucket == share.buckets.end {
+            return Ok(rows.end);
+        }
+        // Halves the rows until they are in one chunk.
+        while !rows.is_empty() {
+            let middle = rows.start + (rows.end - rows.start) / 2;
+            if !chunk.rows.contains(&middle) {
+                *chunk = self.id_chunk(&share.blocks[ID], middle)?;
+            }
+            let found = chunk.rows.start.max(rows.start)..chunk.rows.end.min(rows.end);
+            let ids = &chunk.ids[(found.start - chunk.rows.start) as usize..(found.end - chunk.rows.start) as usize];
+            let before = ids.partition_point(|&id| bucketing.of(id) < bucket) as u64;
+            if before == 0 {
+                rows.end = found.start;
+            } else if before == ids.len() as u64 {
+                rows.start = found.end;
+            } else {
+                return Ok(found.start + before);
+            }
+        }
+        Ok(rows.start)
+    }
+
+    /// Reads the chunk of ids with this row.
+    fn id_chunk(&self, block: &RecisBlock, row: u64) -> Result<IdChunk> {
+        let (width, bytes) = (size_of::<Id>() as u64, STREAM_CHUNK_BYTES as u64);
+        let begin = row * width / bytes * bytes;
+        let range = begin..(begin + bytes).min(block.tensor.bytes);
+        let mut ids = memory::zeros("read ids", ((range.end - range.start) / width) as usize)?;
+        self.read(block, range.clone(), bytemuck::cast_slice_mut(&mut ids))?;
+        Ok(IdChunk { rows: range.start / width..range.end / width, ids })
     }
 
     /// Reads one slot of the rows of `run` into memory of matching length and verifies it. Ids must belong to the run's
@@ -372,15 +413,6 @@ impl RecisTable {
         }
         Ok(())
     }
-}
-
-/// True if the bucket starts of each run are sorted, and range from 0 to its number of rows.
-fn starts_fit(share: &RecisTableShare, starts: &[i64]) -> bool {
-    let runs = starts.chunks(share.starts() as usize);
-    runs.len() == share.runs.len()
-        && runs.zip(&share.runs).all(|(starts, &rows)| {
-            starts.is_sorted() && starts.first() == Some(&0) && starts.last().is_some_and(|&last| last as u64 == rows)
-        })
 }
 
 /// Finds the latest complete save and locks it.

@@ -51,11 +51,6 @@ impl RecisTableShare {
         self.runs.iter().try_fold(0_u64, |all, &rows| all.checked_add(rows)).filter(|&rows| rows < 1 << 62)
     }
 
-    /// Number of columns of the table of bucket starts: the shard's bucket count plus one.
-    pub(crate) fn starts(&self) -> u64 {
-        u64::from(self.buckets[1] - self.buckets[0]) + 1
-    }
-
     fn check(&self) -> Result<(), String> {
         let [begin, end] = self.buckets;
         if !(1..=MAX_BUCKETS).contains(&self.total_num_buckets) || begin > end || end > self.total_num_buckets {

@@ -5,7 +5,7 @@
 //! path/blocks-<seq>-<random>/begun.json                        number of shards and steps of the tables, by which other shards join
 //! path/blocks-<seq>-<random>/shard-<i>.lock                    locked by the process that writes the shard
 //! path/blocks-<seq>-<random>/model-<k>-of-<n>.safetensors      blocks: `<table>.<slot>/part_<shard>_<shards>`, and tensors
-//! path/blocks-<seq>-<random>/check-<i>-of-<n>.safetensors      crc32c of each 256 KiB of each block; bucket offsets
+//! path/blocks-<seq>-<random>/check-<i>-of-<n>.safetensors      crc32c of each 256 KiB of each block
 //! path/blocks-<seq>-<random>/shard-<i>-of-<n>.json             a shard's tables, blocks and runs, written when they are durable
 //! path/blocks-<seq>-<random>/index, tensorkey.json             RecIS' indexes
 //! path/blocks-<seq>-<random>/manifest.json                     crc32c of the shards' manifests, written by the last shard

@@ -284,15 +284,6 @@ pub struct RecisBlockSpec {
     pub shape: Vec<u64>,
 }
 
-/// A table whose blocks are written.
-#[derive(Clone, Debug)]
-pub struct RecisWrittenTable {
-    /// Its entry in the manifest.
-    pub share: RecisTableShare,
-    /// `[runs, buckets + 1]`: index in each run of the first row of each bucket, then the number of rows.
-    pub starts: Vec<i64>,
-}
-
 /// The data files of a shard's blocks. Blocks are distributed round-robin over `parallel` files and filled
 /// concurrently. In memory are a piece of 4 MiB per started and incomplete block, and at most seven pieces that are
 /// queued or being written.
@@ -355,11 +346,11 @@ impl RecisShardWriter {
     /// save.
     ///
     /// Errors: `State` if a block is incomplete, or a newer save was completed concurrently; `Mismatch` if the shards
-    /// do not make complete tables; `Input` if `tables` do not match their buckets; `Storage`.
+    /// do not make complete tables; `Storage`.
     pub fn finish(
         mut self,
         save: &RecisSave,
-        tables: Vec<RecisWrittenTable>,
+        tables: Vec<RecisTableShare>,
         wait: &mut WaitCallback<'_>,
     ) -> Result<RecisShardOutcome> {
         let blocks = self.blocks.iter().zip(&self.tensors).map(|(block, tensor)| (lock(block), tensor));
@@ -371,9 +362,8 @@ impl RecisShardWriter {
         self.writer.threads.end()?;
         for_each_piece(STREAM_THREADS, self.files.iter().collect(), |file| file.sync())?;
         let checksums: Vec<Vec<u32>> = self.blocks.iter().map(|block| lock(block).take_checksums()).collect();
-        let check = write_checks(save, &self.tensors, &checksums, &tables)?;
+        let check = write_checks(save, &self.tensors, &checksums)?;
         let RecisShard { index: shard, count: shards } = save.shard;
-        let tables = tables.into_iter().map(|table| table.share).collect();
         let (parallel, blocks) = (self.parallel, self.entries);
         save.finish(&RecisShardManifest { shard, shards, parallel, tables, blocks, check }, wait)
     }
@@ -394,30 +384,18 @@ fn create_file(dir: &CheckpointDirectory, name: &str, layout: &RecisFileLayout) 
     Ok(io)
 }
 
-/// Returns the tensors of the checksum file: the chunk checksums of each block, and the bucket starts of each table.
-pub(crate) fn check_tensors(tensors: &[RecisTensor], tables: &[&RecisTableShare]) -> Result<Vec<RecisTensor>, String> {
+/// Returns the tensors of the checksum file: the chunk checksums of each block.
+pub(crate) fn check_tensors(tensors: &[RecisTensor]) -> Result<Vec<RecisTensor>, String> {
     let chunks = |tensor: &RecisTensor| whole_pages(tensor.bytes).div_ceil(STREAM_CHUNK_BYTES as u64);
     let of_block =
         |tensor: &RecisTensor| RecisTensor::new(format!("{}.crc32c", tensor.name), "U32", vec![chunks(tensor)]);
-    let of_table = |table: &&RecisTableShare| {
-        let shape = vec![table.runs.len() as u64, table.starts()];
-        RecisTensor::new(format!("{}.bucket_offsets", table.name), "I64", shape)
-    };
-    tensors.iter().map(of_block).chain(tables.iter().map(of_table)).collect()
+    tensors.iter().map(of_block).collect()
 }
 
 /// Writes the checksums of a shard's blocks durably. Returns the CRC-32C of the file.
-fn write_checks(
-    save: &RecisSave,
-    tensors: &[RecisTensor],
-    checksums: &[Vec<u32>],
-    tables: &[RecisWrittenTable],
-) -> Result<u32> {
-    let shares: Vec<&RecisTableShare> = tables.iter().map(|table| &table.share).collect();
-    let described = check_tensors(tensors, &shares).map_err(input_error)?;
-    let blocks = checksums.iter().map(|checksums| bytemuck::cast_slice::<u32, u8>(checksums));
-    let starts = tables.iter().map(|table| bytemuck::cast_slice::<i64, u8>(&table.starts));
-    let data: Vec<&[u8]> = blocks.chain(starts).collect();
+fn write_checks(save: &RecisSave, tensors: &[RecisTensor], checksums: &[Vec<u32>]) -> Result<u32> {
+    let described = check_tensors(tensors).map_err(input_error)?;
+    let data: Vec<&[u8]> = checksums.iter().map(|checksums| bytemuck::cast_slice(checksums)).collect();
     if let Some((tensor, _)) = described.iter().zip(&data).find(|(tensor, data)| tensor.bytes != data.len() as u64) {
         return Err(input_error(format!("{:?} does not have the shape {:?}", tensor.name, tensor.shape)));
     }

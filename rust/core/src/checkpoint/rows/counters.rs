@@ -4,21 +4,22 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::format::{ColumnField, FileLayout, GROUP_BYTES, image_of};
+use super::file_writer::{DataFileWriter, FileContent};
+use super::format::{ColumnField, GROUP_BYTES, GroupLayout};
 use super::input::{GroupReader, StagedColumns};
 use super::writer::RankWriter;
-use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, DataShape};
-use crate::checkpoint::manifest::spec::TableSpec;
-use crate::error::{Kind, Result};
-use crate::io::{AlignedBuf, BufPool, IoEngine};
+use crate::checkpoint::manifest::counts_file;
+use crate::checkpoint::manifest::manifests::{CountsShare, GroupShape};
+use crate::error::Result;
+use crate::io::{BufPool, IoEngine};
 use crate::lifecycle::{BucketCounts, CountedId};
 use crate::runtime::memory;
 use crate::types::{BucketMapper, Id};
 
 /// Bytes per id in a file.
 const ID_BYTES: usize = size_of::<Id>() + 3 * size_of::<u32>();
-/// Approximate maximum number of ids per file.
-const IDS_PER_FILE: usize = GROUP_BYTES / ID_BYTES / 2;
+/// Maximum number of ids per group.
+const IDS_PER_GROUP: usize = GROUP_BYTES / ID_BYTES / 2;
 
 /// Consumes the counts of buckets.
 pub(crate) type CountsSink<'a> = dyn FnMut(BucketCounts) -> Result<()> + 'a;
@@ -40,44 +41,72 @@ impl RankWriter {
             return Ok(());
         }
         let CountsSource { clicks, generations, for_each_bucket: give } = counts;
-        self.last_table().counts = Some(CountsShare { clicks, files: Vec::new() });
-        let mut gathered: Vec<(u32, CountedId)> = Vec::new();
+        let share = self.last_table();
+        let (spec, buckets) = (share.spec.clone(), share.buckets());
+        let content = FileContent {
+            spec: &spec,
+            buckets: buckets.clone(),
+            columns: 0,
+            layout: Box::new(|shape| GroupLayout::of_counts(clicks, shape)),
+            largest: GroupShape {
+                rows: IDS_PER_GROUP,
+                tombstones: 0,
+                bucket_begin: buckets.start,
+                bucket_end: buckets.end,
+                generations: generations.len(),
+            },
+        };
+        let mut files = self.small_files(content, counts_file);
+        let (mut gathered, mut later): (Vec<(u32, CountedId)>, &[u32]) = (Vec::new(), generations);
         give(&mut |BucketCounts { bucket, ids: pending, .. }| {
             gathered.extend(pending.into_iter().map(|each| (bucket, each)));
-            while gathered.len() >= IDS_PER_FILE {
-                let rest = gathered.split_off(IDS_PER_FILE);
-                self.append_file(|spec, buckets| counts_file(spec, buckets, clicks, generations, &gathered))?;
+            while gathered.len() >= IDS_PER_GROUP {
+                let rest = gathered.split_off(IDS_PER_GROUP);
+                push_counts(&mut files, buckets.start, std::mem::take(&mut later), &gathered)?;
                 gathered = rest;
             }
             Ok(())
         })?;
-        self.append_file(|spec, buckets| counts_file(spec, buckets, clicks, generations, &gathered))
+        if !gathered.is_empty() || later.iter().any(|&generation| generation > 0) {
+            push_counts(&mut files, buckets.start, later, &gathered)?;
+        }
+        let files = files.finish()?;
+        self.last_table().counts = Some(CountsShare { clicks, files });
+        Ok(())
     }
 }
 
-/// Builds a counts file from ids in file order, each with its bucket.
-fn counts_file(
-    spec: &TableSpec,
-    buckets: &Range<u32>,
-    clicks: bool,
+/// Writes a group of counts, of ids in file order, each with its bucket, of a rank whose first bucket is `first`.
+fn push_counts(
+    files: &mut DataFileWriter<'_>,
+    first: u32,
     generations: &[u32],
     pending: &[(u32, CountedId)],
-) -> Result<(AlignedBuf, DataFile)> {
-    let shape = DataShape { rows: pending.len(), buckets: buckets.len(), tombstones: 0 };
-    let layout =
-        FileLayout::of_counts(clicks, shape).ok_or_else(|| Kind::Input.error("the size of the counts overflows"))?;
-    let starts: Vec<i64> =
-        (buckets.start..=buckets.end).map(|bucket| pending.partition_point(|(of, _)| *of < bucket) as i64).collect();
+) -> Result<()> {
+    let bucket_begin = pending.first().map_or(first, |(bucket, _)| *bucket);
+    let shape = GroupShape {
+        rows: pending.len(),
+        tombstones: 0,
+        bucket_begin,
+        bucket_end: pending.last().map_or(bucket_begin, |(bucket, _)| bucket + 1),
+        generations: generations.len(),
+    };
     let fill_u32 = |column: &mut [u8], of: fn(&CountedId) -> u32| {
         let values = column.chunks_exact_mut(size_of::<u32>()).zip(pending);
         values.for_each(|(to, (_, each))| to.copy_from_slice(&of(each).to_le_bytes()));
     };
-    image_of((&layout, shape), &layout.header(spec, buckets), |field, column| match field {
+    // A full group is one of many.
+    let expected = if pending.len() == IDS_PER_GROUP { usize::MAX } else { 1 };
+    files.push_columns(shape, expected, |layout, field, column| match field {
         ColumnField::Id => {
             let ids = column.chunks_exact_mut(size_of::<Id>()).zip(pending);
             ids.for_each(|(to, (_, each))| to.copy_from_slice(&each.id.to_le_bytes()));
         }
-        ColumnField::BucketOffsets => column.copy_from_slice(bytemuck::cast_slice(&starts)),
+        ColumnField::BucketOffsets => {
+            let first_row = |bucket| pending.partition_point(|(of, _)| *of < bucket) as u32;
+            let offsets = column.chunks_exact_mut(size_of::<u32>()).zip(layout.offsets.buckets());
+            offsets.for_each(|(to, bucket)| to.copy_from_slice(&first_row(bucket).to_le_bytes()));
+        }
         ColumnField::Generation => column.copy_from_slice(bytemuck::cast_slice(generations)),
         ColumnField::Shows => fill_u32(column, |each| each.shows),
         ColumnField::Clicks => fill_u32(column, |each| each.clicks),
@@ -119,39 +148,51 @@ impl MergedCounts {
     }
 }
 
-/// A counts file with checked header and bucket offsets.
+/// Groups of counts with checked headers and bucket offsets, of one rank.
 #[derive(Debug)]
 pub(super) struct CountsReader {
-    pub(super) group: GroupReader,
-    /// First bucket of the shard that the file belongs to.
+    /// The groups with ids of the requested buckets, and the first one.
+    pub(super) groups: Vec<GroupReader>,
+    /// First bucket of the rank.
     pub(super) first: u32,
-    /// True if it has counts of clicks.
+    /// The requested buckets of the rank.
+    pub(super) buckets: Range<u32>,
+    /// True if there are counts of clicks.
     pub(super) clicks: bool,
 }
 
 impl CountsReader {
+    /// Number of ids with counts.
+    pub(super) fn ids(&self) -> u64 {
+        self.groups.iter().map(|group| group.rows.len() as u64).sum()
+    }
+
     /// Reads and verifies the counts of the requested buckets, and passes those of each bucket to `sink`.
     pub(super) fn read(&self, engine: &dyn IoEngine, bucketing: BucketMapper, sink: &mut CountsSink<'_>) -> Result<()> {
         let generations = self.generations(engine)?;
-        let staged = self.group.stage(engine, &Arc::new(BufPool::new(0, 0)), bucketing)?;
-        let mut ids = self.pending(&staged).peekable();
-        for (bucket, &generation) in self.group.buckets.clone().zip(&generations) {
-            let mut pending = Vec::new();
-            while let Some(each) = ids.next_if(|each| bucketing.of(each.id) == bucket) {
-                pending.push(each);
-            }
-            if generation > 0 || !pending.is_empty() {
-                sink(BucketCounts { bucket, generation, ids: pending })?;
+        let generation = |bucket: u32| generations[(bucket - self.buckets.start) as usize];
+        let without_ids = |bucket: u32| BucketCounts { bucket, generation: generation(bucket), ids: Vec::new() };
+        let mut next = self.buckets.start;
+        for group in &self.groups {
+            let staged = group.stage(engine, &Arc::new(BufPool::new(0, 0)), bucketing)?;
+            let mut ids = self.pending(&staged).peekable();
+            while let Some(bucket) = ids.peek().map(|each| bucketing.of(each.id)) {
+                let counted = (next..bucket).filter(|&bucket| generation(bucket) > 0);
+                counted.map(without_ids).try_for_each(&mut *sink)?;
+                let pending = std::iter::from_fn(|| ids.next_if(|each| bucketing.of(each.id) == bucket)).collect();
+                sink(BucketCounts { bucket, generation: generation(bucket), ids: pending })?;
+                next = bucket + 1;
             }
         }
-        Ok(())
+        let counted = (next..self.buckets.end).filter(|&bucket| generation(bucket) > 0);
+        counted.map(without_ids).try_for_each(&mut *sink)
     }
 
     /// Reads the generation of each requested bucket.
     fn generations(&self, engine: &dyn IoEngine) -> Result<Vec<u32>> {
-        let group = &self.group;
-        let (first, last) = (group.buckets.start - self.first, group.buckets.end - self.first);
+        let (first, last) = (self.buckets.start - self.first, self.buckets.end - self.first);
         let mut found = memory::zeros("read the generations of buckets", (last - first) as usize)?;
+        let Some(group) = self.groups.first() else { return Ok(found) };
         let column = group.layout.column(ColumnField::Generation);
         group.for_each_window(&group.reopen(engine)?, column, |begin, values: &[u32]| {
             let of_window = values.iter().zip(begin as u32..);

@@ -1,18 +1,21 @@
-//! The layout of a data file: one group of rows as safetensors columns.
+//! The layout of data files: groups of rows as safetensors columns.
 //!
-//! `n` rows, `D` the embedding width, `B` the number of buckets of the rank, `t` tombstones. In file order:
+//! A file has up to 64 groups and about 1 GiB. A group has at most 16 MiB of rows and is the unit of sorting, reading and
+//! verification. Its columns are tensors of the file: `n` rows, `D` the embedding width, `t` tombstones. In file order:
 //!
 //! | tensor | type, shape | |
 //! | --- | --- | --- |
 //! | `id` | I64 `[n]` | sorted by (bucket, `uint64(id)`), see [`BucketMapper`](crate::types::BucketMapper) |
 //! | `last_step` | U64 `[n]` | |
-//! | `bucket_offsets` | I64 `[B + 1]` | index of the first row of each of the rank's buckets |
 //! | `tombstone` | I64 `[t]` | removed ids, sorted the same way; empty in a full checkpoint |
+//! | `bucket_offsets` | U32 `[k]` | index of the first row of every so many buckets, then the number of rows |
 //! | `weight` | F32 `[n, D]` | |
 //! | optimizer slots, torch's names | F32 `[n, D]`, rowwise `sum` `[n]` | |
 //! | `count`, `score`, `modified_epoch` | U32, F32, U32 `[n]` | |
 //! | `checksums` | U32 | CRC-32C of each 16 KiB of each tensor above, from its start, in file order |
-//! | `__pad` | U8 | zeros that pad the file to a multiple of 4096 |
+//! | `__pad` | U8 | zeros up to the next group, or to a multiple of 4096 at the end of the file |
+//!
+//! The tensors of group `k > 0` are named `id.k` and so on. Groups after the first start in a page of their own.
 //!
 //! A serving checkpoint has no slots and no `modified_epoch`. Its weights come last, in the [`WeightPrecision`] of its
 //! tables: `weight` is F32, F16 or BF16 `[n, D]`, or U8 `[n, D + 4]`.
@@ -22,15 +25,15 @@
 //! | tensor | type, shape | |
 //! | --- | --- | --- |
 //! | `id` | I64 `[n]` | sorted as above |
-//! | `bucket_offsets` | I64 `[B + 1]` | |
-//! | `generation` | U32 `[B]` | number of past generations of each bucket, modulo 2³² |
+//! | `bucket_offsets` | U32 `[k]` | |
+//! | `generation` | U32 `[B]` | number of past generations of each of the rank's buckets, modulo 2³²; only in the first group |
 //! | `shows` | U32 `[n]` | occurrences |
 //! | `clicks` | U32 `[n]` | only if the rule counts clicks |
 //! | `age` | U32 `[n]` | 1 in the older generation of the bucket, else 0 |
 //! | `checksums`, `__pad` | | |
 //!
-//! The header is padded with blanks so that weights start at a multiple of 64, and so do slots if `D` is a multiple of
-//! 16. The file's length is a multiple of 4096.
+//! Groups are placed so that weights start at a multiple of 64, and so do slots if `D` is a multiple of 16. The header is
+//! padded with blanks up to the first group.
 
 use std::ops::Range;
 
@@ -38,18 +41,24 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
-use crate::checkpoint::manifest::manifests::{DataFile, DataShape};
+use crate::checkpoint::manifest::manifests::{ColumnEntry, GroupEntry, GroupShape};
 use crate::checkpoint::manifest::spec::TableSpec;
 use crate::error::Result;
-use crate::io::{ALIGNMENT, AlignedBuf};
+use crate::io::ALIGNMENT;
 use crate::rows::{RowLayout, WeightPrecision};
 
 pub use crate::checkpoint::manifest::{CHUNK_BYTES, FORMAT, VERSION};
 
 /// Maximum bytes of rows per group (at least one row).
 pub const GROUP_BYTES: usize = 16 << 20;
+/// A file gets no further group that could make it longer than this.
+pub(crate) const MAX_FILE_BYTES: u64 = 1 << 30;
+/// Maximum number of bucket offsets of a group.
+const MAX_BUCKET_OFFSETS: usize = 1024;
+/// Number of rows per bucket offset of a small group.
+const ROWS_PER_OFFSET: usize = 64;
 /// Alignment of the weights.
-const LINE_BYTES: usize = 64;
+pub(crate) const LINE_BYTES: usize = 64;
 /// Larger headers are rejected before they are read.
 pub(crate) const MAX_HEADER_BYTES: usize = 1 << 20;
 
@@ -74,13 +83,12 @@ pub(crate) enum ColumnField {
     Clicks,
     Age,
     Checksums,
-    Pad,
 }
 
 impl ColumnField {
     /// True if the column has an entry per row.
     pub(crate) fn is_per_row(self) -> bool {
-        !matches!(self, Self::BucketOffsets | Self::Tombstone | Self::Generation | Self::Checksums | Self::Pad)
+        !matches!(self, Self::BucketOffsets | Self::Tombstone | Self::Generation | Self::Checksums)
     }
 
     /// True for optimizer state columns.
@@ -89,11 +97,11 @@ impl ColumnField {
     }
 
     fn is_checked(self) -> bool {
-        !matches!(self, Self::Checksums | Self::Pad)
+        self != Self::Checksums
     }
 }
 
-/// A tensor of the file. `start` and `bytes` are relative to the start of the data.
+/// A tensor of a group. `start` is relative to the start of the group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FileColumn {
     pub(crate) field: ColumnField,
@@ -138,36 +146,75 @@ fn width(dtype: Dtype) -> usize {
     dtype.bitsize() / 8
 }
 
-/// The columns of a data file, in file order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct FileLayout {
-    pub(crate) columns: Vec<FileColumn>,
-    /// Bytes of the data, including padding.
-    pub(crate) data_bytes: usize,
-    /// Bytes of the header past a multiple of [`ALIGNMENT`].
-    pub(crate) lead: usize,
+/// The buckets whose first row is stored in `bucket_offsets`: from the group's first bucket on, every `stride`-th, then
+/// its end, with the number of rows. Rows of other buckets are searched between two of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BucketOffsets {
+    first: u32,
+    end: u32,
+    stride: u32,
+    /// Number of offsets, an even number, so that the columns after them are aligned. The end may be there twice.
+    pub(crate) len: usize,
 }
 
-impl FileLayout {
-    /// Lays out a file of rows of a checked table. Returns `None` if the sizes overflow.
-    pub(crate) fn new(spec: &TableSpec, shape: DataShape) -> Option<Self> {
+impl BucketOffsets {
+    /// Returns the offsets of a group of this shape.
+    pub(crate) fn new(shape: GroupShape) -> Self {
+        let (first, end) = (shape.bucket_begin, shape.bucket_end);
+        let intervals = (shape.rows / ROWS_PER_OFFSET).clamp(1, MAX_BUCKET_OFFSETS - 1) as u32;
+        let stride = (end - first).div_ceil(intervals).max(1);
+        Self { first, end, stride, len: ((end - first).div_ceil(stride) as usize + 1).next_multiple_of(2) }
+    }
+
+    /// The buckets whose offsets are stored, in order.
+    pub(crate) fn buckets(self) -> impl Iterator<Item = u32> {
+        let bucket = move |at| u64::from(self.first) + at as u64 * u64::from(self.stride);
+        (0..self.len).map(move |at| bucket(at).min(u64::from(self.end)) as u32)
+    }
+
+    /// Index of the last offset that is not after the first row of `bucket`, one of the group's.
+    pub(crate) fn before(self, bucket: u32) -> usize {
+        ((bucket - self.first) / self.stride) as usize
+    }
+
+    /// True if the offset of `bucket`, one of the group's, is stored.
+    pub(crate) fn has(self, bucket: u32) -> bool {
+        (bucket - self.first).is_multiple_of(self.stride)
+    }
+}
+
+/// The columns of a group, in file order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct GroupLayout {
+    pub(crate) columns: Vec<FileColumn>,
+    /// Bytes of the columns.
+    pub(crate) data_bytes: usize,
+    /// Offset of the group past a multiple of [`LINE_BYTES`].
+    pub(crate) lead: usize,
+    pub(crate) offsets: BucketOffsets,
+}
+
+impl GroupLayout {
+    /// Lays out a group of rows of a checked table. Returns `None` if the sizes overflow.
+    pub(crate) fn new(spec: &TableSpec, shape: GroupShape) -> Option<Self> {
         let (n, dim, precision) = (shape.rows, spec.dim as usize, spec.precision);
         let stored = precision.unwrap_or(WeightPrecision::Fp32);
+        let offsets = BucketOffsets::new(shape);
+        // Wide values come first, so that all are aligned.
         let mut wanted = vec![
             (ColumnField::Id, "id", Dtype::I64, vec![n]),
             (ColumnField::LastStep, "last_step", Dtype::U64, vec![n]),
-            (ColumnField::BucketOffsets, "bucket_offsets", Dtype::I64, vec![shape.buckets.checked_add(1)?]),
             (ColumnField::Tombstone, "tombstone", Dtype::I64, vec![shape.tombstones]),
+            (ColumnField::BucketOffsets, "bucket_offsets", Dtype::U32, vec![offsets.len]),
         ];
         let weight = (ColumnField::Vector(0), "weight", dtype_of(stored), vec![n, stored.columns(dim)]);
         let uses =
             [(ColumnField::Count, "count", Dtype::U32, vec![n]), (ColumnField::Score, "score", Dtype::F32, vec![n])];
         if precision.is_some() {
-            // Weights come last, because their values may be narrower than the others, which must stay aligned: the
-            // columns before the weights have a multiple of 8 bytes in total.
+            // Weights come last, because their values may be narrower than the others.
             wanted.extend(uses);
             wanted.push(weight);
-            return Self::of(wanted, ColumnField::Vector(0));
+            return Self::of(wanted, ColumnField::Vector(0), offsets);
         }
         wanted.push(weight);
         let optimizer = spec.optimizer_kind().ok()?;
@@ -181,34 +228,31 @@ impl FileLayout {
         }
         wanted.extend(uses);
         wanted.push((ColumnField::ModifiedEpoch, "modified_epoch", Dtype::U32, vec![n]));
-        Self::of(wanted, ColumnField::Vector(0))
+        Self::of(wanted, ColumnField::Vector(0), offsets)
     }
 
-    /// Layout of a counts file; `clicks` adds the counts of clicks. Returns `None` if the sizes overflow.
-    pub(crate) fn of_counts(clicks: bool, shape: DataShape) -> Option<Self> {
-        let n = shape.rows;
+    /// Layout of a group of counts; `clicks` adds the counts of clicks. Returns `None` if the sizes overflow.
+    pub(crate) fn of_counts(clicks: bool, shape: GroupShape) -> Option<Self> {
+        let (n, offsets) = (shape.rows, BucketOffsets::new(shape));
         let mut wanted = vec![
             (ColumnField::Id, "id", Dtype::I64, vec![n]),
-            (ColumnField::BucketOffsets, "bucket_offsets", Dtype::I64, vec![shape.buckets.checked_add(1)?]),
-            (ColumnField::Generation, "generation", Dtype::U32, vec![shape.buckets]),
+            (ColumnField::BucketOffsets, "bucket_offsets", Dtype::U32, vec![offsets.len]),
+            (ColumnField::Generation, "generation", Dtype::U32, vec![shape.generations]),
             (ColumnField::Shows, "shows", Dtype::U32, vec![n]),
         ];
         wanted.extend(clicks.then(|| (ColumnField::Clicks, "clicks", Dtype::U32, vec![n])));
         wanted.push((ColumnField::Age, "age", Dtype::U32, vec![n]));
-        Self::of(wanted, ColumnField::Id)
+        Self::of(wanted, ColumnField::Id, offsets)
     }
 
     /// Lays columns out contiguously, such that `aligned` starts at a multiple of [`LINE_BYTES`] in the file.
-    fn of(specs: Vec<ColumnSpec>, aligned: ColumnField) -> Option<Self> {
-        let mut layout = Self { columns: Vec::with_capacity(specs.len() + 2), data_bytes: 0, lead: 0 };
+    fn of(specs: Vec<ColumnSpec>, aligned: ColumnField, offsets: BucketOffsets) -> Option<Self> {
+        let mut layout = Self { columns: Vec::with_capacity(specs.len() + 1), data_bytes: 0, lead: 0, offsets };
         specs.into_iter().try_for_each(|spec| layout.add(spec))?;
         let start = layout.columns.iter().find(|column| column.field == aligned)?.start;
         layout.lead = start.checked_next_multiple_of(LINE_BYTES)? - start;
         let checksums = layout.columns.last().map_or(0, FileColumn::checksums_end);
         layout.add((ColumnField::Checksums, "checksums", Dtype::U32, vec![checksums]))?;
-        let end = layout.data_bytes.checked_add(layout.lead)?;
-        let pad = end.checked_next_multiple_of(ALIGNMENT)? - end;
-        layout.add((ColumnField::Pad, "__pad", Dtype::U8, vec![pad]))?;
         Some(layout)
     }
 
@@ -231,66 +275,31 @@ impl FileLayout {
         self.columns.iter().filter(|column| column.field.is_checked())
     }
 
-    /// The safetensors header, including the length field. Header and data together are a multiple of [`ALIGNMENT`]
-    /// long.
-    pub(crate) fn header(&self, spec: &TableSpec, buckets: &Range<u32>) -> Vec<u8> {
-        let about = json!({
-            "format": FORMAT,
-            "version": VERSION.to_string(),
-            "module": spec.module,
-            "table": spec.table,
-            "total_num_buckets": spec.total_num_buckets.to_string(),
-            "bucket_begin": buckets.start.to_string(),
-            "bucket_end": buckets.end.to_string(),
-            "chunk_bytes": CHUNK_BYTES.to_string(),
-            "checksum": "crc32c",
-        });
-        let mut tensors = Map::from_iter([("__metadata__".to_owned(), about)]);
-        for column in &self.columns {
-            let range = column.range();
-            tensors.insert(
-                column.name.to_owned(),
-                json!({"dtype": column.dtype, "shape": column.shape, "data_offsets": [range.start, range.end]}),
-            );
-        }
-        pad_header(Value::Object(tensors).to_string().as_bytes(), self.lead)
+    /// Columns with a value or a vector of each row.
+    fn row_columns(&self) -> impl Iterator<Item = &FileColumn> {
+        self.columns.iter().filter(|column| column.field.is_per_row())
     }
 
-    /// Checks that a header (without the length field) describes exactly this layout. The message describes the
-    /// difference.
-    pub(crate) fn check_header(&self, header: &[u8]) -> Result<(), String> {
-        // Deserializing checks that the tensors are contiguous, and that types and shapes match their sizes.
-        let metadata: Metadata = serde_json::from_slice(header).map_err(|e| e.to_string())?;
-        let tensors = metadata.tensors();
-        if tensors.len() != self.columns.len() {
-            return Err(format!("{} tensors", tensors.len()));
-        }
-        self.columns.iter().try_for_each(|column| {
-            let range = column.range();
-            let expected = |info: &&TensorInfo| {
-                (info.dtype, &info.shape, info.data_offsets) == (column.dtype, &column.shape, (range.start, range.end))
-            };
-            match tensors.get(column.name) {
-                None => Err(format!("no tensor {:?}", column.name)),
-                Some(info) if expected(info) => Ok(()),
-                Some(info) => Err(format!("tensor {:?} {info:?}", column.name)),
-            }
-        })
+    /// Bytes of one row.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.row_columns().map(FileColumn::bytes_per_row).sum()
     }
 
-    /// Writes the parts of a file with this layout and the counts of `shape` to `image`, which is as long as the file.
-    /// `fill` receives the bytes of the columns with checksums, and their checksums to fill.
+    /// The columns of rows, for the manifest.
+    pub(crate) fn entries(&self) -> Vec<ColumnEntry> {
+        self.row_columns().map(|column| ColumnEntry { name: column.name.to_owned(), dtype: column.dtype }).collect()
+    }
+
+    /// Writes a group of this shape to `data`, which starts with the first column and ends with the padding. `fill`
+    /// receives the bytes of the columns with checksums, and their checksums to fill. Returns the manifest entry of the
+    /// group at `offset`.
     pub(super) fn write(
         &self,
-        header: &[u8],
-        shape: DataShape,
-        image: &mut [u8],
+        (shape, offset): (GroupShape, u64),
+        data: &mut [u8],
         fill: impl FnOnce(&mut [u8], &mut [u32]) -> Result<()>,
-    ) -> Result<DataFile> {
+    ) -> Result<GroupEntry> {
         let column = self.column(ColumnField::Checksums);
-        let bytes = image.len() as u64;
-        let (head, data) = image.split_at_mut(header.len());
-        head.copy_from_slice(header);
         let (checked, rest) = data.split_at_mut(column.start);
         let mut checksums = vec![0; column.shape[0]];
         fill(checked, &mut checksums)?;
@@ -298,23 +307,127 @@ impl FileLayout {
         let (to, pad) = rest.split_at_mut(checksums.len());
         to.copy_from_slice(checksums);
         pad.fill(0);
-        Ok(DataFile {
+        let GroupShape { bucket_begin, bucket_end, .. } = shape;
+        Ok(GroupEntry {
+            offset,
             rows: shape.rows as u64,
             tombstones: shape.tombstones as u64,
-            bytes,
-            header_crc32c: crc32c::crc32c(header),
+            bucket_begin,
+            bucket_end,
             checksums_crc32c: crc32c::crc32c(checksums),
         })
     }
 }
 
-/// Returns a safetensors header: the length field, `text`, and blanks, so that it is `lead` bytes longer than a multiple
-/// of [`ALIGNMENT`].
-pub(crate) fn pad_header(text: &[u8], lead: usize) -> Vec<u8> {
-    let whole = (8 + text.len()).saturating_sub(lead).next_multiple_of(ALIGNMENT);
-    let mut header = (whole as u64 + lead as u64 - 8).to_le_bytes().to_vec();
+/// A file, as its header describes it.
+#[derive(Debug)]
+pub(crate) struct FileLayout<'a> {
+    pub(crate) spec: &'a TableSpec,
+    /// Buckets of the rank.
+    pub(crate) buckets: &'a Range<u32>,
+    /// Its groups, each with its offset.
+    pub(crate) groups: &'a [(u64, GroupLayout)],
+    /// Length of the file.
+    pub(crate) bytes: u64,
+}
+
+impl FileLayout<'_> {
+    /// Tensors of the file: name, type, shape, and range relative to the first group.
+    fn tensors(&self) -> impl Iterator<Item = (String, Dtype, Vec<usize>, [u64; 2])> {
+        let first = self.groups.first().map_or(0, |(offset, _)| *offset);
+        self.groups.iter().enumerate().flat_map(move |(k, (offset, layout))| {
+            let name = move |name: &str| if k == 0 { name.to_owned() } else { format!("{name}.{k}") };
+            let start = offset - first;
+            let columns = layout.columns.iter().map(move |column| {
+                let range = [start + column.start as u64, start + (column.start + column.bytes) as u64];
+                (name(column.name), column.dtype, column.shape.clone(), range)
+            });
+            let pad = [start + layout.data_bytes as u64, self.end_of(k) - first];
+            let bytes = pad[1].saturating_sub(pad[0]) as usize;
+            columns.chain([(name("__pad"), Dtype::U8, vec![bytes], pad)])
+        })
+    }
+
+    /// End of the padding of a group.
+    pub(crate) fn end_of(&self, group: usize) -> u64 {
+        self.groups.get(group + 1).map_or(self.bytes, |(offset, _)| *offset)
+    }
+
+    /// The safetensors header, without the length field and blanks.
+    fn text(&self) -> String {
+        let about = json!({
+            "format": FORMAT,
+            "version": VERSION.to_string(),
+            "module": self.spec.module,
+            "table": self.spec.table,
+            "total_num_buckets": self.spec.total_num_buckets.to_string(),
+            "bucket_begin": self.buckets.start.to_string(),
+            "bucket_end": self.buckets.end.to_string(),
+            "chunk_bytes": CHUNK_BYTES.to_string(),
+            "checksum": "crc32c",
+        });
+        let mut tensors = Map::from_iter([("__metadata__".to_owned(), about)]);
+        for (name, dtype, shape, range) in self.tensors() {
+            tensors.insert(name, json!({"dtype": dtype, "shape": shape, "data_offsets": range}));
+        }
+        Value::Object(tensors).to_string()
+    }
+
+    /// Maximum length of the header of a file of `groups` groups, none larger than `largest`.
+    pub(crate) fn max_header_bytes(
+        spec: &TableSpec,
+        buckets: &Range<u32>,
+        groups: usize,
+        largest: &GroupLayout,
+    ) -> usize {
+        // Numbers with as many digits as there can be.
+        let groups = vec![(2 * MAX_FILE_BYTES, largest.clone()); groups];
+        let bytes = 2 * MAX_FILE_BYTES + (largest.data_bytes + ALIGNMENT) as u64;
+        let mut text = FileLayout { spec, buckets, groups: &groups, bytes }.text().len();
+        // Ranges are relative to the first group, and paddings between groups were counted as empty.
+        text += groups.len() * (largest.columns.len() + 1) * 2 * "2147483648".len();
+        8 + text
+    }
+
+    /// The header: the length field, the description of all tensors, and blanks up to the first group.
+    pub(crate) fn header(&self) -> Vec<u8> {
+        let (text, bytes) = (self.text(), self.groups[0].0 as usize);
+        let mut header = (bytes as u64 - 8).to_le_bytes().to_vec();
+        header.extend_from_slice(text.as_bytes());
+        assert!(header.len() <= bytes, "{} bytes of header before {bytes}", header.len());
+        header.resize(bytes, b' ');
+        header
+    }
+
+    /// Checks that a header (without the length field) describes exactly this file. The message describes the
+    /// difference.
+    pub(crate) fn check_header(&self, header: &[u8]) -> Result<(), String> {
+        // Deserializing checks that the tensors are contiguous, and that types and shapes match their sizes.
+        let metadata: Metadata = serde_json::from_slice(header).map_err(|e| e.to_string())?;
+        let tensors = metadata.tensors();
+        let expected: usize = self.groups.iter().map(|(_, layout)| layout.columns.len() + 1).sum();
+        if tensors.len() != expected {
+            return Err(format!("{} tensors", tensors.len()));
+        }
+        self.tensors().try_for_each(|(name, dtype, shape, range)| {
+            let range = (range[0] as usize, range[1] as usize);
+            let is_expected =
+                |info: &&TensorInfo| (info.dtype, &info.shape, info.data_offsets) == (dtype, &shape, range);
+            match tensors.get(&name) {
+                None => Err(format!("no tensor {name:?}")),
+                Some(info) if is_expected(info) => Ok(()),
+                Some(info) => Err(format!("tensor {name:?} {info:?}")),
+            }
+        })
+    }
+}
+
+/// Returns a safetensors header: the length field, `text`, and blanks up to a multiple of [`ALIGNMENT`].
+pub(crate) fn pad_header(text: &[u8]) -> Vec<u8> {
+    let whole = (8 + text.len()).next_multiple_of(ALIGNMENT);
+    let mut header = (whole as u64 - 8).to_le_bytes().to_vec();
     header.extend_from_slice(text);
-    header.resize(whole + lead, b' ');
+    header.resize(whole, b' ');
     header
 }
 
@@ -323,25 +436,4 @@ pub(crate) fn group_rows(spec: &TableSpec, layout: RowLayout, group_bytes: usize
     let values = spec.precision.map_or(layout.floats() * 4, |precision| precision.row_bytes(spec.dim as usize));
     let row_bytes = values + 8 + 8 + 4 + 4 + 4;
     (group_bytes / row_bytes).max(1)
-}
-
-/// Builds a file with this layout and header. `fill` receives each checksummed column, zero-initialized, in file order.
-pub(super) fn image_of(
-    (layout, shape): (&FileLayout, DataShape),
-    header: &[u8],
-    mut fill: impl FnMut(ColumnField, &mut [u8]),
-) -> Result<(AlignedBuf, DataFile)> {
-    let mut image = AlignedBuf::try_zeroed(header.len() + layout.data_bytes)?;
-    let file = layout.write(header, shape, &mut image, |data, checksums| {
-        for column in layout.checked_columns() {
-            fill(column.field, &mut data[column.range()]);
-            let chunks = data[column.range()].chunks(CHUNK_BYTES);
-            checksums[column.first_checksum..]
-                .iter_mut()
-                .zip(chunks)
-                .for_each(|(to, chunk)| *to = crc32c::crc32c(chunk));
-        }
-        Ok(())
-    })?;
-    Ok((image, file))
 }

@@ -1,13 +1,13 @@
-//! Encodes a group of rows as a file. Rows are sorted and copied column by column. The checksum of a chunk is computed
+//! Encodes groups of rows. Rows are sorted and copied column by column. The checksum of a chunk is computed
 //! while the chunk is still in a core's cache.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::format::{ColumnField, FileLayout};
+use super::format::{ColumnField, GroupLayout};
 use super::sort::{BLOCK_ROWS, GroupOrder, GroupOrderError, RowMetadataBlock};
 use crate::checkpoint::manifest::CHUNK_BYTES;
-use crate::checkpoint::manifest::manifests::{DataFile, DataShape};
+use crate::checkpoint::manifest::manifests::GroupShape;
 use crate::checkpoint::manifest::spec::TableSpec;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::thread_pool::for_each_on_half;
@@ -23,10 +23,11 @@ const ROWS_PER_TASK: usize = CHUNK_BYTES / 4;
 /// Prefetch distance of a copy, in rows.
 const AHEAD: usize = 8;
 
-/// Encodes files of the rows of one rank's shard of a table.
+/// Encodes groups of the rows of one rank's shard of a table.
 pub(crate) struct GroupEncoder<'a> {
     spec: &'a TableSpec,
-    buckets: Range<u32>,
+    /// Buckets of the rank.
+    pub(crate) buckets: Range<u32>,
     /// Number of floats in the vector part of a row.
     pub(crate) vector_floats: usize,
     order: GroupOrder,
@@ -46,30 +47,18 @@ impl<'a> GroupEncoder<'a> {
         Self { spec, buckets, vector_floats, order: GroupOrder::default(), sums, shift }
     }
 
-    fn shape(&self, rows: usize) -> DataShape {
-        DataShape { rows, buckets: self.buckets.len(), tombstones: 0 }
-    }
-
-    fn layout(&self, rows: usize) -> Result<FileLayout> {
-        FileLayout::new(self.spec, self.shape(rows)).ok_or_else(|| Kind::Input.error("a group's size overflows"))
-    }
-
-    /// Size of a file with `rows` rows.
-    pub(crate) fn file_bytes(&self, rows: usize) -> Result<usize> {
-        let layout = self.layout(rows)?;
-        Ok(layout.header(self.spec, &self.buckets).len() + layout.data_bytes)
-    }
-
-    /// Writes the file of `rows`, which are in any order, to the start of `image`, which must be large enough.
-    pub(crate) fn write(&mut self, rows: RowList<'_>, image: &mut [u8]) -> Result<DataFile> {
+    /// Orders `rows`, which are in any order, for [`Self::fill`]. Returns the shape of their group.
+    pub(crate) fn order(&mut self, rows: RowList<'_>) -> Result<GroupShape> {
         let of_rows = rows.len() * (GroupOrder::ROW_BYTES + 4 * self.sums.len());
         memory::check_system_memory("order rows for a file", of_rows + self.buckets.len() * GroupOrder::BUCKET_BYTES)?;
-        let layout = self.layout(rows.len())?;
-        let header = layout.header(self.spec, &self.buckets);
-        let image = &mut image[..header.len() + layout.data_bytes];
-        layout.write(&header, self.shape(rows.len()), image, |checked, checksums| {
-            self.fill(rows, GroupColumns::of(&layout, checked, checksums))
-        })
+        let ordered = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.bucketing());
+        ordered.map_err(|misplaced| self.order_error(misplaced))?;
+        let id = |row: &u32| rows.get(*row as usize).header.id;
+        let bucket = |row: Option<&u32>| row.map(|row| self.spec.bucketing().of(id(row)));
+        let (first, last) = (bucket(self.order.rows.first()), bucket(self.order.rows.last()));
+        let (bucket_begin, bucket_end) =
+            (first.unwrap_or(self.buckets.start), last.map_or(self.buckets.start, |last| last + 1));
+        Ok(GroupShape { rows: rows.len(), bucket_begin, bucket_end, ..GroupShape::default() })
     }
 
     fn order_error(&self, why: GroupOrderError) -> Error {
@@ -83,12 +72,19 @@ impl<'a> GroupEncoder<'a> {
         Kind::Input.error(format!("table {:?}: {what}", self.spec.table))
     }
 
-    /// Fills the columns and their checksums.
-    fn fill(&mut self, rows: RowList<'_>, columns: GroupColumns<'_>) -> Result<()> {
-        let GroupColumns { mut vectors, mut metadata, starts } = columns;
-        let ordered = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.bucketing());
-        ordered.map_err(|misplaced| self.order_error(misplaced))?;
-        starts.bytes.copy_from_slice(bytemuck::cast_slice(&self.order.starts));
+    /// Fills the columns of ordered rows, and their checksums.
+    pub(crate) fn fill(
+        &mut self,
+        rows: RowList<'_>,
+        layout: &GroupLayout,
+        data: &mut [u8],
+        checksums: &mut [u32],
+    ) -> Result<()> {
+        let GroupColumns { mut vectors, mut metadata, offsets } = GroupColumns::of(layout, data, checksums);
+        for (to, bucket) in offsets.bytes.chunks_exact_mut(size_of::<u32>()).zip(layout.offsets.buckets()) {
+            let first_row = self.order.starts[(bucket - self.buckets.start) as usize] as u32;
+            to.copy_from_slice(&first_row.to_le_bytes());
+        }
         for sums in &mut self.sums {
             sums.resize(rows.len(), 0);
         }
@@ -104,7 +100,7 @@ impl<'a> GroupEncoder<'a> {
                 metadata.iter_mut().zip(&widths).map(|(column, width)| column.split_front(ROWS_PER_TASK * width));
             GroupTask::Metadata(first, parts.collect())
         });
-        let parts = vectors.into_iter().chain([starts]).flat_map(GroupColumnPart::tasks);
+        let parts = vectors.into_iter().chain([offsets]).flat_map(GroupColumnPart::tasks);
         for_each_on_half(metadata.chain(parts), |task| match task {
             GroupTask::Metadata(first, mut parts) => {
                 let mut block = RowMetadataBlock::new();
@@ -191,7 +187,7 @@ impl<'a> GroupEncoder<'a> {
     }
 }
 
-/// A column of a file that is being encoded, or whole chunks of one, and the checksums of its chunks.
+/// A column of a group that is being encoded, or whole chunks of one, and the checksums of its chunks.
 struct GroupColumnPart<'a> {
     field: ColumnField,
     bytes: &'a mut [u8],
@@ -236,25 +232,25 @@ impl<'a> GroupColumnPart<'a> {
     }
 }
 
-/// The checksummed columns of a file that is being encoded. Their bytes are aligned for their types, because wider
+/// The checksummed columns of a group that is being encoded. Their bytes are aligned for their types, because wider
 /// columns come first in an aligned buffer.
 struct GroupColumns<'a> {
     vectors: Vec<GroupColumnPart<'a>>,
     metadata: Vec<GroupColumnPart<'a>>,
-    starts: GroupColumnPart<'a>,
+    offsets: GroupColumnPart<'a>,
 }
 
 impl<'a> GroupColumns<'a> {
-    /// Columns of a file without tombstones.
-    fn of(layout: &FileLayout, bytes: &'a mut [u8], sums: &'a mut [u32]) -> Self {
-        let mut all = GroupColumnPart { field: ColumnField::Pad, bytes, sums };
-        let starts = GroupColumnPart { field: ColumnField::BucketOffsets, bytes: &mut [], sums: &mut [] };
-        let mut columns = Self { vectors: Vec::new(), metadata: Vec::new(), starts };
+    /// Columns of a group without tombstones.
+    fn of(layout: &GroupLayout, bytes: &'a mut [u8], sums: &'a mut [u32]) -> Self {
+        let mut all = GroupColumnPart { field: ColumnField::Checksums, bytes, sums };
+        let offsets = GroupColumnPart { field: ColumnField::BucketOffsets, bytes: &mut [], sums: &mut [] };
+        let mut columns = Self { vectors: Vec::new(), metadata: Vec::new(), offsets };
         for column in layout.checked_columns() {
             let part = GroupColumnPart { field: column.field, ..all.split_front(column.bytes) };
             match column.field {
                 ColumnField::Vector(_) => columns.vectors.push(part),
-                ColumnField::BucketOffsets => columns.starts = part,
+                ColumnField::BucketOffsets => columns.offsets = part,
                 field if field.is_per_row() => columns.metadata.push(part),
                 _ => {}
             }

@@ -1,15 +1,15 @@
-//! Reads a data file: checks it against the manifest and its own header, then reads and verifies the rows of some
-//! buckets into a buffer, from which they are passed on as columns.
+//! Reads data files: checks a file against the manifest and its own header, then reads and verifies the rows of some
+//! buckets, group by group, into a buffer, from which they are passed on as columns.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::format::{ColumnField, FileColumn, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
+use super::format::{ColumnField, FileColumn, FileLayout, GROUP_BYTES, GroupLayout, LINE_BYTES, MAX_HEADER_BYTES};
 use crate::cache::RowColumns;
 use crate::checkpoint::chunked_file::{check_crc32c, check_length, for_each_piece};
 use crate::checkpoint::manifest::CHUNK_BYTES;
-use crate::checkpoint::manifest::manifests::{DataFile, RankShare};
+use crate::checkpoint::manifest::manifests::{DataFile, GroupEntry, GroupShape, RankShare};
 use crate::error::{Error, Result};
 use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, IoOpenMode, PooledBuf};
 use crate::kernels::thread_pool::for_each;
@@ -28,17 +28,102 @@ const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
 const ROWS_PER_TASK: usize = 4096;
 
 /// A file: its path, its rank's shard of the table, its manifest entry, and the requested buckets.
-pub(super) type DataFileRequest<'a> = (PathBuf, &'a RankShare, &'a DataFile, Range<u32>);
+pub(super) struct DataFileRequest<'a> {
+    pub(super) path: Arc<Path>,
+    pub(super) share: &'a RankShare,
+    pub(super) file: &'a DataFile,
+    /// The layout of each group. `None` if its size overflows.
+    pub(super) layouts: Vec<Option<GroupLayout>>,
+    /// The requested buckets of the rank.
+    pub(super) buckets: Range<u32>,
+}
 
-/// One data file with verified header, checksums and bucket offsets.
+impl DataFileRequest<'_> {
+    /// Opens the file, and checks its length and header. Returns its groups, unchecked.
+    pub(super) fn open(self, engine: &dyn IoEngine) -> Result<Vec<GroupReader>> {
+        let Self { path, share, file, layouts, buckets } = self;
+        let too_long = || Error::corruption(&path, 0, "the file's length", "as long as its rows", file.bytes);
+        let mut groups = Vec::with_capacity(layouts.len());
+        for (layout, entry) in layouts.into_iter().zip(&file.groups) {
+            let layout = layout.filter(|layout| layout.data_bytes as u64 <= file.bytes).ok_or_else(too_long)?;
+            if entry.rows > 1 && (entry.rows as usize).saturating_mul(layout.row_bytes()) > GROUP_BYTES {
+                let most = format!("within {GROUP_BYTES} bytes");
+                return Err(Error::corruption(&path, 0, "the number of rows", most, entry.rows));
+            }
+            groups.push((entry.offset, layout));
+        }
+        let layout = FileLayout { spec: &share.spec, buckets: &share.buckets(), groups: &groups, bytes: file.bytes };
+        check_offsets(&path, &layout)?;
+        let io = engine.open(&path, IoOpenMode::Read)?;
+        check_length(&*io, file.bytes)?;
+        check_header(&path, &*io, &layout, file.header_crc32c)?;
+        let ends: Vec<u64> = (0..groups.len()).map(|k| layout.end_of(k)).collect();
+        let readers = groups.into_iter().zip(&file.groups).zip(ends).map(|(((offset, layout), entry), end)| {
+            let GroupEntry { bucket_begin, bucket_end, checksums_crc32c, .. } = *entry;
+            let begin = buckets.start.clamp(bucket_begin, bucket_end);
+            GroupReader {
+                path: Arc::clone(&path),
+                file_bytes: file.bytes,
+                start: offset as usize,
+                end: end as usize,
+                shape: entry.shape(0),
+                layout,
+                checksums_crc32c,
+                buckets: begin..buckets.end.clamp(begin, bucket_end),
+                rows: 0..0,
+                slots: share.spec.precision.is_none(),
+            }
+        });
+        Ok(readers.collect())
+    }
+}
+
+/// Checks that the groups of a file follow each other, with as much padding as their alignment needs.
+fn check_offsets(path: &Path, layout: &FileLayout<'_>) -> Result<()> {
+    let first = layout.groups.first().map_or(0, |(offset, _)| *offset);
+    let header = 8..=MAX_HEADER_BYTES as u64;
+    let is_placed = |k: usize, (offset, group): &(u64, GroupLayout)| {
+        let end = offset.checked_add(group.data_bytes as u64);
+        let padding = end.and_then(|end| layout.end_of(k).checked_sub(end));
+        let is_aligned = offset % LINE_BYTES as u64 == group.lead as u64;
+        is_aligned && padding.is_some_and(|padding| padding < (ALIGNMENT + LINE_BYTES) as u64)
+    };
+    let misplaced = layout.groups.iter().enumerate().find(|(k, group)| !is_placed(*k, group));
+    if !header.contains(&first) || misplaced.is_some() || !layout.bytes.is_multiple_of(ALIGNMENT as u64) {
+        let (found, expected) = misplaced.map_or((first, header.end()), |(_, (offset, _))| (*offset, &layout.bytes));
+        return Err(Error::corruption(path, 0, "the offset of a group", format!("within {expected}, aligned"), found));
+    }
+    Ok(())
+}
+
+/// Verifies the header of a file.
+fn check_header(path: &Path, io: &dyn IoFile, layout: &FileLayout<'_>, crc32c: u32) -> Result<()> {
+    let mut header = vec![0; layout.groups.first().map_or(8, |(offset, _)| *offset as usize)];
+    io.read_at(0, &mut header)?;
+    check_crc32c(path, 0, || "the header's checksum", &header, crc32c)?;
+    let (length, text) = header.split_at(8);
+    if length != (text.len() as u64).to_le_bytes() {
+        let found = format!("{length:?}");
+        return Err(Error::corruption(path, 0, "the header's length field", text.len(), found));
+    }
+    layout
+        .check_header(text)
+        .map_err(|what| Error::corruption(path, 8, "the header", "that of the manifest's counts", what))
+}
+
+/// One group of a data file.
 #[derive(Debug)]
 pub(crate) struct GroupReader {
-    path: PathBuf,
+    path: Arc<Path>,
     file_bytes: u64,
-    header_bytes: usize,
-    pub(super) layout: FileLayout,
+    /// Offset of its first column in the file.
+    start: usize,
+    /// End of its padding.
+    end: usize,
+    shape: GroupShape,
+    pub(super) layout: GroupLayout,
     checksums_crc32c: u32,
-    /// The requested buckets of this file.
+    /// The requested buckets of this group.
     pub(super) buckets: Range<u32>,
     /// The rows of these buckets.
     pub(crate) rows: Range<usize>,
@@ -47,42 +132,17 @@ pub(crate) struct GroupReader {
 }
 
 impl GroupReader {
-    /// Opens a file of rows, or of counts, with the layout that its manifest describes.
-    pub(crate) fn open(
-        layout: Option<FileLayout>,
-        engine: &dyn IoEngine,
-        (path, share, file, buckets): DataFileRequest<'_>,
-    ) -> Result<Self> {
-        let shape = share.shape(file);
-        let layout = layout
-            .filter(|layout| layout.data_bytes as u64 <= file.bytes)
-            .ok_or_else(|| Error::corruption(&path, 0, "the file's length", "as long as its rows", file.bytes))?;
-        let row_bytes: usize =
-            layout.columns.iter().filter(|column| column.field.is_per_row()).map(FileColumn::bytes_per_row).sum();
-        if shape.rows > 1 && shape.rows.saturating_mul(row_bytes) > GROUP_BYTES {
-            return Err(Error::corruption(
-                &path,
-                0,
-                "the number of rows",
-                format!("within {GROUP_BYTES} bytes"),
-                shape.rows,
-            ));
-        }
-        let mut group = Self {
-            path,
-            file_bytes: file.bytes,
-            header_bytes: (file.bytes - layout.data_bytes as u64) as usize,
-            layout,
-            checksums_crc32c: file.checksums_crc32c,
-            buckets,
-            rows: 0..0,
-            slots: share.spec.precision.is_none(),
-        };
-        let io = group.reopen(engine)?;
-        group.check_header(&*io, file.header_crc32c)?;
-        group.check_padding(&*io)?;
-        group.rows = group.read_rows_of_buckets(&io, share, shape.rows)?;
-        Ok(group)
+    /// Checks padding, checksums and bucket offsets, and finds the rows of the requested buckets.
+    pub(super) fn check(&mut self, engine: &dyn IoEngine, bucketing: BucketMapper) -> Result<()> {
+        let io = self.reopen(engine)?;
+        self.check_padding(&*io)?;
+        self.rows = self.find_rows(&io, bucketing)?;
+        Ok(())
+    }
+
+    /// True if it has rows or tombstones of the requested buckets.
+    pub(super) fn is_requested(&self) -> bool {
+        !self.buckets.is_empty()
     }
 
     pub(super) fn reopen(&self, engine: &dyn IoEngine) -> Result<Arc<dyn IoFile>> {
@@ -91,38 +151,9 @@ impl GroupReader {
         Ok(file)
     }
 
-    fn check_header(&self, file: &dyn IoFile, crc32c: u32) -> Result<()> {
-        let is_header = 8..=MAX_HEADER_BYTES;
-        if !is_header.contains(&self.header_bytes) || self.header_bytes % ALIGNMENT != self.layout.lead {
-            return Err(Error::corruption(
-                &self.path,
-                0,
-                "the header's length",
-                format!("within {MAX_HEADER_BYTES}, {} past a multiple of {ALIGNMENT}", self.layout.lead),
-                self.header_bytes,
-            ));
-        }
-        let mut header = vec![0; self.header_bytes];
-        file.read_at(0, &mut header)?;
-        check_crc32c(&self.path, 0, || "the header's checksum", &header, crc32c)?;
-        let (length, text) = header.split_at(8);
-        if length != (text.len() as u64).to_le_bytes() {
-            return Err(Error::corruption(
-                &self.path,
-                0,
-                "the header's length field",
-                text.len(),
-                format!("{length:?}"),
-            ));
-        }
-        self.layout
-            .check_header(text)
-            .map_err(|what| Error::corruption(&self.path, 8, "the header", "that of the manifest's counts", what))
-    }
-
     fn read_checksums(&self, file: &dyn IoFile) -> Result<Vec<u32>> {
         let column = self.layout.column(ColumnField::Checksums);
-        let offset = (self.header_bytes + column.start) as u64;
+        let offset = (self.start + column.start) as u64;
         let mut checksums = memory::zeros("read checksums", column.shape[0])?;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut checksums);
         file.read_at(offset, bytes)?;
@@ -132,44 +163,44 @@ impl GroupReader {
 
     /// Checks the padding: a changed byte is detected anywhere in a file, even in padding.
     fn check_padding(&self, file: &dyn IoFile) -> Result<()> {
-        let column = self.layout.column(ColumnField::Pad);
-        let offset = (self.header_bytes + column.start) as u64;
-        let mut bytes = vec![0; column.bytes];
-        file.read_at(offset, &mut bytes)?;
+        let start = self.start + self.layout.data_bytes;
+        let mut bytes = vec![0; self.end - start];
+        file.read_at(start as u64, &mut bytes)?;
         match bytes.iter().position(|&byte| byte != 0) {
-            Some(at) => Err(Error::corruption(&self.path, offset + at as u64, "the padding", 0, bytes[at])),
+            Some(at) => Err(Error::corruption(&self.path, (start + at) as u64, "the padding", 0, bytes[at])),
             None => Ok(()),
         }
     }
 
-    /// Finds the rows of the requested buckets. The column of bucket offsets is read in windows, because its length
-    /// comes from a manifest.
-    fn read_rows_of_buckets(&self, file: &Arc<dyn IoFile>, share: &RankShare, rows: usize) -> Result<Range<usize>> {
+    /// Finds the rows of the requested buckets.
+    fn find_rows(&self, file: &Arc<dyn IoFile>, bucketing: BucketMapper) -> Result<Range<usize>> {
         let column = self.layout.column(ColumnField::BucketOffsets);
-        let first = self.buckets.start - share.bucket_begin..self.buckets.end - share.bucket_begin;
-        let requested = [first.start as usize, first.end as usize];
-        let (mut found, mut last, mut ascending) = ([0; 2], 0, true);
-        self.for_each_window(file, column, |begin, starts: &[i64]| {
-            ascending &= (begin > 0 || starts.first() == Some(&0)) && starts.is_sorted();
-            ascending &= starts.first().is_none_or(|&start| start >= last);
-            last = starts.last().copied().unwrap_or(last);
-            for (bucket, found) in requested.iter().zip(&mut found) {
-                let start = bucket.checked_sub(begin).and_then(|at| starts.get(at));
-                *found = start.map_or(*found, |&start| start as usize);
-            }
-            Ok(())
-        })?;
-        if !ascending || last != rows as i64 {
-            let offset = (self.header_bytes + column.start) as u64;
-            return Err(Error::corruption(
-                &self.path,
-                offset,
-                "bucket_offsets",
-                format!("ascending from 0 to {rows}"),
-                "not",
-            ));
+        let (staging, checksums) = (Arc::new(BufPool::new(0, 0)), self.read_checksums(&**file)?);
+        let staged = self.read_columns(&staging, file, &[(column, 0..column.bytes)], &checksums)?;
+        let offsets: &[u32] = staged.values(column, 0..column.bytes);
+        let rows = self.shape.rows as u32;
+        if !offsets.is_sorted() || (offsets.first(), offsets.last()) != (Some(&0), Some(&rows)) {
+            let (offset, expected) = ((self.start + column.start) as u64, format!("ascending from 0 to {rows}"));
+            return Err(Error::corruption(&self.path, offset, "bucket_offsets", expected, "not"));
         }
-        Ok(found[0]..found[1])
+        let ids = self.layout.column(ColumnField::Id);
+        let first_row = |bucket: u32| {
+            if bucket >= self.shape.bucket_end {
+                return Ok(self.shape.rows);
+            }
+            let at = self.layout.offsets.before(bucket);
+            let (begin, end) = (offsets[at] as usize, offsets[at + 1] as usize);
+            if self.layout.offsets.has(bucket) || begin == end {
+                return Ok(begin);
+            }
+            // The rows between two offsets are searched.
+            let range = begin * size_of::<Id>()..end * size_of::<Id>();
+            let staged = self.read_columns(&staging, file, &[(ids, range.clone())], &checksums)?;
+            let between: &[Id] = staged.values(ids, range);
+            Ok(begin + between.partition_point(|&id| bucketing.of(id) < bucket))
+        };
+        let begin = first_row(self.buckets.start)?;
+        Ok(begin..first_row(self.buckets.end)?.max(begin))
     }
 
     /// Reads and verifies a column of integers, [`READ_BYTES`] at a time. `take` receives the index of the first value
@@ -228,7 +259,7 @@ impl GroupReader {
     fn plan_reads(&self, requested: &[(&FileColumn, Range<usize>)]) -> Vec<StagedRange> {
         let mut extents: Vec<StagedRange> = Vec::new();
         for (column, range) in requested {
-            let start = self.header_bytes + column.start;
+            let start = self.start + column.start;
             let chunks = chunks_of(range, column.bytes);
             let offset = (start + chunks.start) / ALIGNMENT * ALIGNMENT;
             let end = (start + chunks.end).next_multiple_of(ALIGNMENT);
@@ -281,7 +312,7 @@ impl GroupReader {
         let chunks: Vec<(&FileColumn, Range<usize>)> = chunks.collect();
         let check = |(column, range): &(&FileColumn, Range<usize>)| {
             let what = || format!("the checksum of {} bytes of {:?}", range.len(), column.name);
-            let offset = (self.header_bytes + column.start + range.start) as u64;
+            let offset = (self.start + column.start + range.start) as u64;
             let expected = checksums[column.first_checksum + range.start / CHUNK_BYTES];
             check_crc32c(&self.path, offset, what, staged.bytes(column, range), expected)
         };
@@ -310,7 +341,7 @@ impl GroupReader {
         bucketing: BucketMapper,
         sink: &mut dyn FnMut(&[Id]) -> Result<()>,
     ) -> Result<()> {
-        let (all, mut last, mut requested) = (0..bucketing.total(), None, Vec::new());
+        let (all, mut last, mut requested) = (self.shape.bucket_begin..self.shape.bucket_end, None, Vec::new());
         self.for_each_window(&self.reopen(engine)?, self.layout.column(ColumnField::Tombstone), |begin, ids| {
             last = self.check_sorted((ColumnField::Tombstone, begin), ids, bucketing, &all, last)?;
             requested.clear();
@@ -333,7 +364,7 @@ impl GroupReader {
             let key = (bucketing.of(id), id as u64);
             if !buckets.contains(&key.0) || before.is_some_and(|before| before >= key) {
                 let column = self.layout.column(field);
-                let offset = self.header_bytes + column.start + (first + row) * 8;
+                let offset = self.start + column.start + (first + row) * 8;
                 return Err(Error::corruption(
                     &self.path,
                     offset as u64,
@@ -348,11 +379,12 @@ impl GroupReader {
     }
 
     pub(super) fn row_file_offsets(&self) -> RowFileOffsets {
-        let start = |field| self.header_bytes + self.layout.column(field).start;
+        let start = |field| self.start + self.layout.column(field).start;
         RowFileOffsets {
-            path: self.path.clone(),
+            path: Arc::clone(&self.path),
             bytes: self.file_bytes,
-            rows: self.layout.column(ColumnField::Id).shape[0],
+            end: self.end,
+            rows: self.shape.rows,
             ids: start(ColumnField::Id),
             last_steps: start(ColumnField::LastStep),
             weights: start(ColumnField::Vector(0)),
@@ -366,12 +398,16 @@ fn chunks_of(range: &Range<usize>, bytes: usize) -> Range<usize> {
     range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES).min(bytes)
 }
 
-/// A checked data file, with the byte offsets of the columns from which rows are served.
+/// A checked group of a data file, with the byte offsets in the file of the columns from which rows are served.
 #[derive(Clone, Debug)]
 pub(crate) struct RowFileOffsets {
-    pub(crate) path: PathBuf,
+    pub(crate) path: Arc<Path>,
+    /// Length of the file.
     pub(crate) bytes: u64,
+    /// End of the group.
+    pub(crate) end: usize,
     pub(crate) rows: usize,
+    /// The first column.
     pub(crate) ids: usize,
     pub(crate) last_steps: usize,
     pub(crate) weights: usize,
@@ -403,7 +439,7 @@ pub(crate) struct StagedColumns<'a> {
 impl StagedColumns<'_> {
     /// Bytes of a range of a column that was read.
     fn bytes(&self, column: &FileColumn, range: &Range<usize>) -> &[u8] {
-        let offset = self.group.header_bytes + column.start + range.start;
+        let offset = self.group.start + column.start + range.start;
         let after = self.ranges.partition_point(|range| range.offset <= offset);
         // Nothing was read of an empty column.
         let Some(staged) = self.ranges.get(after.wrapping_sub(1)) else { return &[] };

@@ -1,22 +1,23 @@
 //! Loads a checkpoint: manifests and headers first, then the rows of the buckets that a rank owns.
 
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::Builder;
 
 use super::counters::{CountsReader, CountsSink};
-use super::format::{FileLayout, GROUP_BYTES, group_rows};
+use super::format::{GROUP_BYTES, GroupLayout, group_rows};
 use super::input::{DataFileRequest, GroupReader, RowFileOffsets, StagedColumns};
 use super::linked::read_segments;
-use super::writer::RowSink;
+use super::writer::{RowSink, columns_of};
 use crate::cache::{PickedRows, RowColumns};
 use crate::checkpoint::chunked_file::for_each_piece;
 use crate::checkpoint::dense::DenseReader;
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::{LatestCheckpoint, hold_to_read};
 use crate::checkpoint::manifest::manifests::{
-    CheckpointId, CheckpointKind, CheckpointManifest, DENSE_FILE, DenseEntry, RankManifest, RankShare, TableEntry,
-    read_digested, read_manifest, read_ranks,
+    CheckpointId, CheckpointKind, CheckpointManifest, CheckpointManifests, ColumnEntry, CountsShare, DENSE_FILE,
+    DenseEntry, GroupEntry, RankManifest, RankShare, TableEntry, merge_shares, read_digested,
 };
 use crate::checkpoint::manifest::spec::TableSpec;
 use crate::checkpoint::manifest::{
@@ -33,27 +34,25 @@ use crate::types::Id;
 
 /// Number of groups that are read ahead, each by a thread and its helpers.
 const AHEAD: usize = 4;
-/// Number of files whose headers are read at once.
+/// Number of files, or groups, that are checked at once.
 const HEADERS: usize = 8;
 /// Bytes of rows passed to a sink per call, at least one row.
 const EMIT_BYTES: usize = 4 << 20;
 
-/// A checkpoint with checked manifests.
+/// A checkpoint with a checked manifest of its coordinator. Those of ranks are read and checked when needed.
 #[derive(Debug)]
 pub struct OpenCheckpoint {
-    directory: CheckpointDirectory,
-    identity: CheckpointId,
-    manifest: CheckpointManifest,
-    pub(crate) ranks: Vec<RankManifest>,
+    manifests: Arc<CheckpointManifests>,
     /// While this lock is held no save removes the directory.
     hold: Mutex<Option<DirLock>>,
 }
 
 impl OpenCheckpoint {
-    /// Reads and checks the manifests of the checkpoint that `latest` names in `root`. No save removes it until this is
-    /// dropped or [`Self::release`] is called.
+    /// Reads and checks the coordinator's manifest of the checkpoint that `latest` names in `root`. The ranks' manifests
+    /// are read when they are needed. No save removes the checkpoint until this is dropped or [`Self::release`] is
+    /// called.
     ///
-    /// Errors: `Corruption` (missing, corrupted, or contradictory manifests), `Unsupported` (a newer format),
+    /// Errors: `Corruption` (a missing, corrupted, or contradictory manifest), `Unsupported` (a newer format),
     /// `Storage`, `InUse` (a save is removing it). A save may have replaced the checkpoint since `latest` was read; the
     /// caller then reads `LATEST` again.
     pub fn open(root: &CheckpointDirectory, latest: LatestCheckpoint) -> Result<Self> {
@@ -70,13 +69,8 @@ impl OpenCheckpoint {
         if !directory.has(MANIFEST_FILE)? {
             return Err(missing());
         }
-        let (manifest, identity) = read_manifest(&directory)?;
-        let path = directory.join(MANIFEST_FILE);
-        let damaged = |what: String| inconsistent(&path, what);
-        manifest.check(latest.name).map_err(damaged)?;
-        let ranks = read_ranks(&directory, &manifest.ranks)?;
-        manifest.check_ranks(&ranks).map_err(damaged)?;
-        Ok(Self { directory, identity, manifest, ranks, hold: Mutex::new(Some(hold)) })
+        let manifests = Arc::new(CheckpointManifests::open(directory, latest.name)?);
+        Ok(Self { manifests, hold: Mutex::new(Some(hold)) })
     }
 
     /// Allows saves to remove the checkpoint. It must not be read after this call, unless a checkpoint based on it is
@@ -87,34 +81,62 @@ impl OpenCheckpoint {
 
     /// Identity that a delta based on this checkpoint names as its parent.
     pub fn identity(&self) -> CheckpointId {
-        self.identity.clone()
+        self.manifests.identity.clone()
     }
 
     pub(crate) fn directory(&self) -> &CheckpointDirectory {
-        &self.directory
+        &self.manifests.directory
     }
 
     /// The coordinator's manifest.
     pub fn manifest(&self) -> &CheckpointManifest {
-        &self.manifest
+        &self.manifests.coordinator
     }
 
     /// Returns a table of the checkpoint. Returns `Mismatch`, which lists its tables, if there is no such table.
     pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
-        let found = self.manifest.tables.iter().find(|entry| entry.spec.module == module && entry.spec.table == table);
+        let found =
+            self.manifest().tables.iter().find(|entry| entry.spec.module == module && entry.spec.table == table);
         found.ok_or_else(|| {
             let name = |entry: &TableEntry| format!("{}/{}", entry.spec.module, entry.spec.table);
-            let (dir, tables) = (self.directory.path().display(), self.manifest.tables.iter().map(name));
+            let (dir, tables) = (self.directory().path().display(), self.manifest().tables.iter().map(name));
             let tables = tables.collect::<Vec<_>>().join(", ");
             Kind::Mismatch.error(format!("{dir} has no table {table:?} of module {module:?}; it has [{tables}]"))
         })
     }
 
+    /// Reads and checks the manifests of `part` of `parts` of the ranks, such as those that no load has needed.
+    ///
+    /// Errors: `Corruption`, `Storage`.
+    pub fn check_ranks(&self, part: u32, parts: u32) -> Result<()> {
+        self.manifests.check(part, parts)
+    }
+
+    /// Returns the shards of a table that have some of `buckets`, each with its rank's manifest; all shards if these are
+    /// all buckets.
+    fn shares<'a>(
+        &'a self,
+        entry: &'a TableEntry,
+        buckets: &Range<u32>,
+    ) -> Result<Vec<(&'a RankManifest, &'a RankShare)>> {
+        let (mut found, all) = (Vec::new(), *buckets == (0..entry.spec.total_num_buckets));
+        for listed in entry.all_shares(self.manifest().world()) {
+            if all || listed.bucket_begin.max(buckets.start) < listed.bucket_end.min(buckets.end) {
+                let rank = self.manifests.rank(listed.rank)?;
+                found.extend(rank.shares_of(&entry.spec.module, &entry.spec.table).map(|share| (rank, share)));
+            }
+        }
+        if all {
+            self.check_merged(entry, &found)?;
+        }
+        found.retain(|(_, share)| !share.buckets().is_empty());
+        Ok(found)
+    }
+
     /// The only rank with rows of a table, if there were several ranks; `None` otherwise.
-    pub(crate) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
-        let mut owners = self.ranks.iter().filter(|rank| rank.shares_of(module, table).next().is_some());
-        match (owners.next(), owners.next()) {
-            (Some(owner), None) if owner.world > 1 => Some(owner.rank),
+    pub(crate) fn only_rank(&self, entry: &TableEntry) -> Option<u32> {
+        match &entry.shares[..] {
+            [owner] if self.manifest().world() > 1 => Some(owner.rank),
             _ => None,
         }
     }
@@ -122,44 +144,41 @@ impl OpenCheckpoint {
     /// Reads the description of the dense extents that was passed to
     /// [`crate::checkpoint::CheckpointSave::write_dense_metadata`]; returns `None` if there is no dense state.
     pub fn dense_metadata(&self) -> Result<Option<Vec<u8>>> {
-        let path = self.directory.join(DENSE_FILE);
-        let read = |entry: &DenseEntry| read_digested(self.directory.engine(), &path, &entry.metadata);
-        self.manifest.dense.as_ref().map(read).transpose()
+        let path = self.directory().join(DENSE_FILE);
+        let read = |entry: &DenseEntry| read_digested(self.directory().engine(), &path, &entry.metadata);
+        self.manifest().dense.as_ref().map(read).transpose()
     }
 
     /// Returns a reader for the dense extents of all ranks.
     pub fn dense_reader(&self) -> DenseReader {
-        let shares = self.ranks.iter().map(|rank| rank.dense.as_ref());
-        DenseReader::new(&self.directory, shares)
+        DenseReader::new(&self.manifests)
     }
 
     /// Checks the headers and sizes of the files with rows of `buckets`, and returns a reader for them.
     pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<TableReader> {
-        let spec = self.table(module, table)?.spec.clone();
+        let entry = self.table(module, table)?;
+        let spec = entry.spec.clone();
         let layout = spec.row_layout()?;
         let outside = |what| Kind::Input.error(format!("table {table:?}: {what}"));
         spec.check_buckets(&buckets).map_err(outside)?;
-        let dir = self.directory.join(table_dir(module, table));
-        let (mut wanted, mut counts, mut segments) = (Vec::new(), Vec::new(), Vec::new());
-        for rank in &self.ranks {
-            for share in rank.shares_of(module, table) {
-                let owned = buckets.start.max(share.bucket_begin)..buckets.end.min(share.bucket_end);
-                if owned.is_empty() {
-                    continue;
-                }
-                segments.extend(share.segments.as_ref().map(|set| self.segment_files(rank, share, set)).transpose()?);
-                let file = |(n, file)| (dir.join(data_file(rank.rank, rank.world, n)), share, file, owned.clone());
-                wanted.extend(share.files.iter().enumerate().map(file));
-                for (n, file) in share.counts.iter().flat_map(|counts| counts.files.iter().enumerate()) {
-                    counts.push((dir.join(counts_file(rank.rank, rank.world, n)), share, file, owned.clone()));
-                }
+        let dir = self.directory().join(table_dir(module, table));
+        let (mut files, mut counts, mut segments) = (Vec::new(), Vec::new(), Vec::new());
+        for (rank, share) in self.shares(entry, &buckets)? {
+            let owned = buckets.start.max(share.bucket_begin)..buckets.end.min(share.bucket_end);
+            segments.extend(share.segments.as_ref().map(|set| self.segment_files(rank, share, set)).transpose()?);
+            self.check_columns(rank, share)?;
+            for (n, file) in share.files.iter().enumerate() {
+                let path = dir.join(data_file(rank.rank, rank.world, n)).into();
+                let layout = |group: &GroupEntry| GroupLayout::new(&share.spec, group.shape(0));
+                let layouts = file.groups.iter().map(layout).collect();
+                files.push(DataFileRequest { path, share, file, layouts, buckets: owned.clone() });
             }
+            counts.extend(self.open_counts((rank, share), &dir, owned)?);
         }
-        let counts = counts.into_iter().map(|file| self.open_counts(file)).collect::<Result<_>>()?;
-        let groups = self.open_groups(wanted)?;
+        let groups = self.open_groups(files, GroupReader::is_requested)?;
         let slots = spec.precision.is_none();
         Ok(TableReader {
-            engine: self.directory.shared_engine(),
+            engine: self.directory().shared_engine(),
             spec,
             layout,
             buckets,
@@ -170,24 +189,75 @@ impl OpenCheckpoint {
         })
     }
 
-    fn open_counts(&self, request: DataFileRequest<'_>) -> Result<CountsReader> {
-        let share = request.1;
-        let clicks = share.counts.as_ref().is_some_and(|counts| counts.clicks);
-        let layout = FileLayout::of_counts(clicks, share.shape(request.2));
-        let group = GroupReader::open(layout, self.directory.engine(), request)?;
-        Ok(CountsReader { group, first: share.bucket_begin, clicks })
+    /// Returns `Corruption` unless `shares`, all of them, make the table of the coordinator's manifest.
+    fn check_merged(&self, entry: &TableEntry, shares: &[(&RankManifest, &RankShare)]) -> Result<()> {
+        let shares = shares.iter().map(|(rank, share)| (rank.rank as usize, *share)).collect();
+        let merged = merge_shares(shares, self.manifest().world());
+        let path = self.directory().join(MANIFEST_FILE);
+        if merged.map_err(|what| inconsistent(&path, what))? == *entry {
+            return Ok(());
+        }
+        let what = format!("the ranks' manifests hold other settings or counts of table {:?}", entry.spec.table);
+        Err(inconsistent(&path, what))
     }
 
-    /// Checks several files in parallel: each needs a few small reads.
-    fn open_groups(&self, requested: Vec<DataFileRequest<'_>>) -> Result<Vec<GroupReader>> {
-        let mut groups: Vec<Option<GroupReader>> = requested.iter().map(|_| None).collect();
-        let pieces = groups.iter_mut().zip(requested).collect();
-        for_each_piece(HEADERS, pieces, |(group, request): (&mut Option<GroupReader>, DataFileRequest<'_>)| {
-            let layout = FileLayout::new(&request.1.spec, request.1.shape(request.2));
-            *group = Some(GroupReader::open(layout, self.directory.engine(), request)?);
+    /// Returns `Corruption` if the files of a shard have other columns than rows of its table.
+    fn check_columns(&self, rank: &RankManifest, share: &RankShare) -> Result<()> {
+        let expected = columns_of(&share.spec)?;
+        if share.files.is_empty() || share.columns == expected {
+            return Ok(());
+        }
+        let path = self.directory().join(rank_file(rank.rank, rank.world));
+        let listed = |columns: &[ColumnEntry]| {
+            let columns = columns.iter().map(|column| format!("{} {:?}", column.name, column.dtype));
+            columns.collect::<Vec<_>>().join(", ")
+        };
+        let what = format!("the columns of table {:?}", share.spec.table);
+        Err(Error::corruption(&path, 0, &what, listed(&expected), listed(&share.columns)))
+    }
+
+    /// Opens the counts of a rank's shard of a table, whose directory is `dir`.
+    fn open_counts(
+        &self,
+        (rank, share): (&RankManifest, &RankShare),
+        dir: &Path,
+        buckets: Range<u32>,
+    ) -> Result<Option<CountsReader>> {
+        let Some(CountsShare { clicks, files }) = &share.counts else { return Ok(None) };
+        let requests = files.iter().enumerate().map(|(n, file)| {
+            let generations = |k: usize| if (n, k) == (0, 0) { share.buckets().len() } else { 0 };
+            let layout =
+                |(k, group): (usize, &GroupEntry)| GroupLayout::of_counts(*clicks, group.shape(generations(k)));
+            let path = dir.join(counts_file(rank.rank, rank.world, n)).into();
+            let layouts = file.groups.iter().enumerate().map(layout).collect();
+            DataFileRequest { path, share, file, layouts, buckets: buckets.clone() }
+        });
+        // The first group has the generations.
+        let mut is_first = true;
+        let groups =
+            self.open_groups(requests.collect(), |group| std::mem::take(&mut is_first) || group.is_requested())?;
+        Ok(Some(CountsReader { groups, first: share.bucket_begin, buckets, clicks: *clicks }))
+    }
+
+    /// Checks several files in parallel, then the selected groups: each needs a few small reads.
+    fn open_groups(
+        &self,
+        requests: Vec<DataFileRequest<'_>>,
+        mut select: impl FnMut(&GroupReader) -> bool,
+    ) -> Result<Vec<GroupReader>> {
+        let engine = self.directory().engine();
+        let Some(bucketing) = requests.first().map(|request| request.share.spec.bucketing()) else {
+            return Ok(Vec::new());
+        };
+        let mut opened: Vec<Vec<GroupReader>> = requests.iter().map(|_| Vec::new()).collect();
+        let pieces = opened.iter_mut().zip(requests).collect();
+        for_each_piece(HEADERS, pieces, |(groups, request): (&mut Vec<GroupReader>, DataFileRequest<'_>)| {
+            *groups = request.open(engine)?;
             Ok(())
         })?;
-        Ok(groups.into_iter().flatten().collect())
+        let mut groups: Vec<GroupReader> = opened.into_iter().flatten().filter(|group| select(group)).collect();
+        for_each_piece(HEADERS, groups.iter_mut().collect(), |group: &mut GroupReader| group.check(engine, bucketing))?;
+        Ok(groups)
     }
 
     /// Returns `Unsupported` if this is a serving checkpoint, which does not support `action`, a verb phrase.
@@ -198,11 +268,11 @@ impl OpenCheckpoint {
         Err(Kind::Unsupported.error(format!(
                 "{} is a serving checkpoint (kind serving, {precision}): it is for torchrec_embcache.serving, and has no optimizer state; \
                  to {action}, use the checkpoint that it was made from, {}",
-                self.directory.path().display(),
+                self.directory().path().display(),
                 source.name
             ),
         )
-        .at(self.directory.path()))
+        .at(self.directory().path()))
     }
 
     /// Opens the segments of a rank's shard of a table, with checked footers.
@@ -220,13 +290,13 @@ impl OpenCheckpoint {
             bucket_begin: share.bucket_begin,
             bucket_end: share.bucket_end,
         };
-        let dir = self.directory.join(table_dir(&spec.module, &spec.table));
+        let dir = self.directory().join(table_dir(&spec.module, &spec.table));
         LinkedSegments::open(
-            self.directory.shared_engine(),
+            self.directory().shared_engine(),
             (identity, layout),
             set,
             |serial| dir.join(segment_file(rank.rank, rank.world, serial)),
-            self.directory.join(rank_file(rank.rank, rank.world)),
+            self.directory().join(rank_file(rank.rank, rank.world)),
         )
     }
 
@@ -237,25 +307,22 @@ impl OpenCheckpoint {
     /// [`LinkedSegments::open`].
     pub fn segments_of(&self, module: &str, table: &str, buckets: &Range<u32>) -> Result<Option<LinkedSegments>> {
         let mut found = None;
-        for rank in &self.ranks {
-            for share in rank.shares_of(module, table) {
-                let Some(set) = &share.segments else { continue };
+        for (rank, share) in self.shares(self.table(module, table)?, buckets)? {
+            let Some(set) = &share.segments else { continue };
+            if share.buckets() != *buckets {
                 let owned = share.buckets();
-                if owned == *buckets {
-                    found = Some((rank, share, set));
-                } else if buckets.start.max(owned.start) < buckets.end.min(owned.end) {
-                    let what =
-                        format!("holds buckets {owned:?} of table {table:?} together, and this rank owns {buckets:?}");
-                    return Err(self.only_for_same_ranks(&what));
-                }
+                let what =
+                    format!("holds buckets {owned:?} of table {table:?} together, and this rank owns {buckets:?}");
+                return Err(self.only_for_same_ranks(&what));
             }
+            found = Some((rank, share, set));
         }
         found.map(|(rank, share, set)| self.segment_files(rank, share, set)).transpose()
     }
 
     /// Returns the error of a load that cannot use the segments of a linked checkpoint, for `reason`.
     pub fn only_for_same_ranks(&self, reason: &str) -> Error {
-        let (dir, world) = (self.directory.path(), self.ranks.len());
+        let (dir, world) = (self.directory().path(), self.manifest().world());
         let root = dir.parent().unwrap_or(dir).display();
         Kind::Mismatch.error(format!(
                 "{} is a linked checkpoint of {world} ranks, for a restart of the same ranks, and {reason}: make it one that \
@@ -274,7 +341,7 @@ pub struct TableReader {
     layout: RowLayout,
     buckets: Range<u32>,
     groups: Vec<GroupReader>,
-    /// The counts files with ids of the buckets, in the order in which they were written.
+    /// The counts of each rank with ids of the buckets.
     counts: Vec<CountsReader>,
     /// Segments with rows of the buckets, and of others.
     segments: Vec<LinkedSegments>,
@@ -313,18 +380,18 @@ impl TableReader {
         in_files + self.segments.iter().map(LinkedSegments::rows).sum::<u64>()
     }
 
-    /// The files with rows, in the order in which [`Self::read_columns`] delivers their rows if all buckets are read.
+    /// The groups with rows, in the order in which [`Self::read_columns`] delivers their rows if all buckets are read.
     pub(crate) fn row_file_offsets(&self) -> Vec<RowFileOffsets> {
         self.groups.iter().filter(|group| !group.rows.is_empty()).map(GroupReader::row_file_offsets).collect()
     }
 
-    /// Upper bound of the number of rows in any file of the table, including later checkpoints.
-    pub(crate) fn max_rows_per_file(&self) -> usize {
+    /// Upper bound of the number of rows in any group of the table, including later checkpoints.
+    pub(crate) fn max_rows_per_group(&self) -> usize {
         let largest = self.groups.iter().map(|group| group.rows.len()).max().unwrap_or(0);
         largest.max(group_rows(&self.spec, self.layout, GROUP_BYTES))
     }
 
-    /// Number of tombstones in the files with some of the buckets: an upper bound for [`Self::read_tombstones`].
+    /// Number of tombstones in the groups with some of the buckets: an upper bound for [`Self::read_tombstones`].
     pub fn tombstones(&self) -> u64 {
         self.groups.iter().map(GroupReader::tombstones).sum()
     }
@@ -349,7 +416,7 @@ impl TableReader {
 
     /// Number of ids with counts.
     pub(crate) fn pending(&self) -> u64 {
-        self.counts.iter().map(|counts| counts.group.rows.len() as u64).sum()
+        self.counts.iter().map(CountsReader::ids).sum()
     }
 
     /// Reads and verifies the admission counts, and passes those of each bucket to `sink`. A bucket may be delivered in

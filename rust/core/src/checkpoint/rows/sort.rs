@@ -64,7 +64,7 @@ impl RowMetadataBlock {
             ColumnField::Score => bytemuck::cast_slice(&self.scores[..rows]),
             ColumnField::Scalar => bytemuck::cast_slice(&self.scalars[..rows]),
             ColumnField::ModifiedEpoch => bytemuck::cast_slice(&self.modified_epochs[..rows]),
-            ColumnField::BucketOffsets | ColumnField::Tombstone | ColumnField::Vector(_) | ColumnField::Checksums | ColumnField::Pad
+            ColumnField::BucketOffsets | ColumnField::Tombstone | ColumnField::Vector(_) | ColumnField::Checksums
             // Fields of counts files.
             | ColumnField::Generation | ColumnField::Shows | ColumnField::Clicks | ColumnField::Age => &[],
         }

@@ -1,31 +1,32 @@
 //! Writes a rank's part of a checkpoint: the rows of its tables, from any source, and the changes of a delta.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use super::format::{ColumnField, FileLayout, GROUP_BYTES, group_rows, image_of};
+use super::file_writer::{DataFileWriter, FileContent};
+use super::format::{ColumnField, GROUP_BYTES, GroupLayout, group_rows};
 use super::group::GroupEncoder;
 use crate::cache::{GroupGatherer, GroupSink};
-use crate::checkpoint::chunked_file::{ImageWriter, for_each_piece, write_file};
+use crate::checkpoint::chunked_file::{IMAGE_WRITERS, ImageWriter, for_each_piece};
 use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::CheckpointName;
-use crate::checkpoint::manifest::manifests::{DataFile, DataShape, DenseShare, RankManifest, RankShare};
+use crate::checkpoint::manifest::manifests::{ColumnEntry, DataFile, DenseShare, GroupShape, RankManifest, RankShare};
 use crate::checkpoint::manifest::spec::TableSpec;
 use crate::checkpoint::manifest::{
-    RankDigest, TOMBSTONES_PER_FILE, checksum, counts_file, data_file, rank_file, render, segment_file, table_dir,
+    RankDigest, TOMBSTONES_PER_GROUP, checksum, data_file, rank_file, render, segment_file, table_dir,
 };
 use crate::error::{Error, Kind, Result};
-use crate::io::{AlignedBuf, IoEngine, write_whole};
+use crate::io::{IoEngine, write_whole};
 use crate::lifecycle::ExpirySweep;
-use crate::rows::{RowHeader, RowList};
+use crate::rows::{RowHeader, RowLayout, RowList};
 use crate::ssd::SegmentSet;
 use crate::types::Id;
 
 /// If an allocation for a group fails, groups are made smaller, down to this many rows.
 const MIN_GROUP_ROWS: usize = 256;
-/// Number of files into which a known number of rows is divided, as long as no file is smaller than `SMALL_FILE_BYTES`.
-const PARALLEL_FILES: usize = 6;
-const SMALL_FILE_BYTES: usize = 2 << 20;
+/// Number of groups into which a known number of rows is divided, as long as none is smaller than `SMALL_GROUP_BYTES`.
+const PARALLEL_GROUPS: usize = 6;
+const SMALL_GROUP_BYTES: usize = 2 << 20;
 /// Number of threads that make names durable. A file system often commits several names at the cost of one.
 const SYNC_THREADS: usize = 4;
 
@@ -36,7 +37,7 @@ pub type RowSink<'a> = dyn FnMut(&[RowHeader], &[f32]) -> Result<()> + 'a;
 /// first error and returns it.
 pub type RowChunks<'a> = dyn FnMut(&mut RowSink<'_>) -> Result<()> + 'a;
 
-/// A source of rows in groups, each of which becomes a file. Rows in memory are passed without copying.
+/// A source of rows in groups. Rows in memory are passed without copying.
 type RowGroups<'a> = dyn FnMut(&mut dyn GroupSink) -> Result<()> + 'a;
 
 /// The changes of one rank's shard of a table in a delta, other than modified rows.
@@ -53,8 +54,7 @@ pub struct DeltaChanges<'a> {
 
 /// Writes one rank's tables into a checkpoint created by [`crate::checkpoint::CheckpointSave::begin`].
 ///
-/// It holds at most six group files in memory: one is filled while the others are written (96 MiB with the default
-/// size).
+/// It holds at most six groups in memory: one is filled while the others are written (96 MiB with the default size).
 #[derive(Debug)]
 pub struct RankWriter {
     directory: CheckpointDirectory,
@@ -117,23 +117,34 @@ impl RankWriter {
     ) -> Result<u64> {
         let layout = spec.row_layout()?;
         let dir = self.begin_table(&spec, &buckets)?;
-        let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
-        let capacity = group_rows(&spec, layout, self.group_bytes);
-        let mut writer = RowFileWriter {
-            output: ImageWriter::new(self.directory.shared_engine()),
-            small_group_rows: group_rows(&spec, layout, SMALL_FILE_BYTES),
+        let files = self.write_files(&spec, &buckets, (&dir, layout), rows)?;
+        let (columns, total_rows) = (columns_of(&spec)?, files.iter().map(DataFile::rows).sum());
+        self.manifest.tables.push(RankShare { total_rows, columns, files, ..RankShare::new(spec, &buckets) });
+        Ok(total_rows)
+    }
+
+    /// Writes the data files of a table in `dir`.
+    fn write_files(
+        &self,
+        spec: &TableSpec,
+        buckets: &Range<u32>,
+        (dir, layout): (&Path, RowLayout),
+        rows: &mut RowGroups<'_>,
+    ) -> Result<Vec<DataFile>> {
+        let capacity = group_rows(spec, layout, self.group_bytes);
+        let output = ImageWriter::start(self.directory.shared_engine(), IMAGE_WRITERS);
+        let content = FileContent { largest: largest_group(buckets, capacity), ..row_content(spec, buckets) };
+        let (rank, world) = (self.manifest.rank, self.manifest.world);
+        let mut writer = RowGroupWriter {
+            small_group_rows: group_rows(spec, layout, SMALL_GROUP_BYTES),
             max_group_rows: capacity,
             next_group_rows: capacity,
-            format: GroupEncoder::new(&spec, layout, buckets.clone()),
-            path,
-            written_files: Vec::new(),
+            expected_rows: None,
+            format: GroupEncoder::new(spec, layout, buckets.clone()),
+            files: DataFileWriter::new(output, content, |n| dir.join(data_file(rank, world, n))),
         };
         rows(&mut writer)?;
-        writer.output.threads.end()?;
-        let files = writer.written_files;
-        let total_rows = files.iter().map(|file| file.rows).sum();
-        self.manifest.tables.push(RankShare { total_rows, files, ..RankShare::new(spec, &buckets) });
-        Ok(total_rows)
+        writer.files.finish()
     }
 
     /// Writes a table into a delta. `rows` are the rows modified since the parent. Otherwise like
@@ -164,11 +175,42 @@ impl RankWriter {
             let what = format!("tombstone {} is of bucket {bucket}, which is not within {buckets:?}", *id as Id);
             return Err(Kind::Input.error(what));
         }
-        for chunk in tombstones.chunks(TOMBSTONES_PER_FILE) {
-            let ids: Vec<Id> = chunk.iter().map(|(_, id)| *id as Id).collect();
-            self.append_file(|spec, buckets| tombstone_file(spec, buckets, &ids))?;
+        let (first, groups) = (share.files.len(), tombstones.len().div_ceil(TOMBSTONES_PER_GROUP));
+        let tombstones_of = |count, of: &[(u32, u64)]| GroupShape {
+            tombstones: count,
+            bucket_begin: of.first().map_or(buckets.start, |(bucket, _)| *bucket),
+            bucket_end: of.last().map_or(buckets.end, |(bucket, _)| bucket + 1),
+            ..GroupShape::default()
+        };
+        let share = &self.manifest.tables[self.manifest.tables.len() - 1];
+        let largest = tombstones_of(TOMBSTONES_PER_GROUP, &[]);
+        let content = FileContent { largest, ..row_content(&share.spec, &buckets) };
+        let mut files = self.small_files(content, |rank, world, n| data_file(rank, world, first + n));
+        for (number, chunk) in tombstones.chunks(TOMBSTONES_PER_GROUP).enumerate() {
+            let shape = tombstones_of(chunk.len(), chunk);
+            files.push_columns(shape, groups - number, |_, field, column| {
+                if field == ColumnField::Tombstone {
+                    let ids = column.chunks_exact_mut(size_of::<Id>()).zip(chunk);
+                    ids.for_each(|(to, (_, id))| to.copy_from_slice(&id.to_le_bytes()));
+                }
+            })?;
         }
+        let files = files.finish()?;
+        self.last_table().files.extend(files);
         Ok(())
+    }
+
+    /// Returns a writer of files of the table written last, without threads. `name` names the file of a rank, a world and
+    /// a number.
+    pub(super) fn small_files<'a>(
+        &self,
+        content: FileContent<'a>,
+        name: impl Fn(u32, u32, usize) -> String + 'a,
+    ) -> DataFileWriter<'a> {
+        let dir = self.directory.join(table_dir(&content.spec.module, &content.spec.table));
+        let (rank, world) = (self.manifest.rank, self.manifest.world);
+        let output = ImageWriter::start(self.directory.shared_engine(), 0);
+        DataFileWriter::new(output, content, move |n| dir.join(name(rank, world, n)))
     }
 
     /// Checks that a table can be written, and creates its directory.
@@ -208,25 +250,6 @@ impl RankWriter {
         self.manifest.tables.last_mut().expect("a table was written")
     }
 
-    /// Adds a file, built as image and manifest entry by `make`, to the table written last, or to its counts if those
-    /// were started.
-    pub(super) fn append_file(
-        &mut self,
-        make: impl FnOnce(&TableSpec, &Range<u32>) -> Result<(AlignedBuf, DataFile)>,
-    ) -> Result<()> {
-        let (rank, world) = (self.manifest.rank, self.manifest.world);
-        let share = self.manifest.tables.last_mut().expect("a table was written");
-        let (image, file) = make(&share.spec, &share.buckets())?;
-        let dir = self.directory.join(table_dir(&share.spec.module, &share.spec.table));
-        let (name, files) = match &mut share.counts {
-            Some(counts) => (counts_file(rank, world, counts.files.len()), &mut counts.files),
-            None => (data_file(rank, world, share.files.len()), &mut share.files),
-        };
-        write_file(self.directory.engine(), &dir.join(name), &image)?;
-        files.push(file);
-        Ok(())
-    }
-
     /// Makes this rank's part durable. The caller sends the digest to the coordinator.
     pub fn finish(self) -> Result<RankDigest> {
         let (engine, bytes) = (self.directory.engine(), render(&self.manifest)?);
@@ -243,33 +266,43 @@ impl RankWriter {
     }
 }
 
-/// Builds a file with tombstones and no rows. `ids` are in file order.
-fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<(AlignedBuf, DataFile)> {
-    let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
-    let layout =
-        FileLayout::new(spec, shape).ok_or_else(|| Kind::Input.error("the size of the tombstones overflows"))?;
-    image_of((&layout, shape), &layout.header(spec, buckets), |field, column| {
-        if field == ColumnField::Tombstone {
-            column.copy_from_slice(bytemuck::cast_slice(ids));
-        }
-    })
+/// Upper bound of the shapes of groups of at most this many rows of any of the buckets.
+fn largest_group(buckets: &Range<u32>, rows: usize) -> GroupShape {
+    GroupShape { rows, bucket_begin: buckets.start, bucket_end: buckets.end, ..GroupShape::default() }
 }
 
-/// The files of one rank's shard of a table.
-struct RowFileWriter<'a, P> {
+/// Contents of data files with rows or tombstones of a table.
+fn row_content<'a>(spec: &'a TableSpec, buckets: &Range<u32>) -> FileContent<'a> {
+    FileContent {
+        spec,
+        buckets: buckets.clone(),
+        columns: spec.dim,
+        layout: Box::new(|shape| GroupLayout::new(spec, shape)),
+        largest: largest_group(buckets, 0),
+    }
+}
+
+/// Columns of the data files of a checked table.
+pub(super) fn columns_of(spec: &TableSpec) -> Result<Vec<ColumnEntry>> {
+    let layout = GroupLayout::new(spec, GroupShape::default());
+    layout.map(|layout| layout.entries()).ok_or_else(|| Kind::Input.error("a group's size overflows"))
+}
+
+/// Writes the groups of one rank's shard of a table.
+struct RowGroupWriter<'a> {
     format: GroupEncoder<'a>,
-    output: ImageWriter,
-    path: P,
+    files: DataFileWriter<'a>,
     /// Number of rows of a small group.
     small_group_rows: usize,
     /// Maximum number of rows per group, less than the format allows after an allocation has failed.
     max_group_rows: usize,
     /// Maximum number of rows of the next group.
     next_group_rows: usize,
-    written_files: Vec<DataFile>,
+    /// Approximate number of rows to come, if known.
+    expected_rows: Option<usize>,
 }
 
-impl<P> RowFileWriter<'_, P> {
+impl RowGroupWriter<'_> {
     /// Makes later groups smaller. Returns the error if they are small already.
     fn shrink(&mut self, refused: Error) -> Result<()> {
         if refused.kind() != Kind::Memory || self.next_group_rows <= MIN_GROUP_ROWS {
@@ -279,21 +312,42 @@ impl<P> RowFileWriter<'_, P> {
         self.max_group_rows = self.next_group_rows;
         Ok(())
     }
+
+    /// Approximate number of groups to come, the first of which has `rows` rows. If unknown, a full group is one of
+    /// many.
+    fn expected_groups(&self, rows: usize) -> usize {
+        match self.expected_rows {
+            Some(expected) => expected.max(rows).div_ceil(self.next_group_rows),
+            None if rows == self.next_group_rows => usize::MAX,
+            None => 1,
+        }
+    }
+
+    /// Writes one group.
+    fn write(&mut self, rows: RowList<'_>) -> Result<()> {
+        let expected = self.expected_groups(rows.len());
+        let shape = self.format.order(rows)?;
+        let format = &mut self.format;
+        self.files.push(shape, expected, |layout, data, checksums| format.fill(rows, layout, data, checksums))?;
+        self.expected_rows = self.expected_rows.map(|expected| expected.saturating_sub(rows.len()));
+        Ok(())
+    }
 }
 
-impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, P> {
+impl GroupSink for RowGroupWriter<'_> {
     fn vector_floats(&self) -> usize {
         self.format.vector_floats
     }
 
     fn expect_rows(&mut self, rows: usize) {
-        self.next_group_rows = rows.div_ceil(PARALLEL_FILES).max(self.small_group_rows).min(self.max_group_rows);
+        self.expected_rows = (rows != usize::MAX).then_some(rows);
+        self.next_group_rows = rows.div_ceil(PARALLEL_GROUPS).max(self.small_group_rows).min(self.max_group_rows);
     }
 
     fn wait_for_space(&mut self) -> Result<usize> {
         loop {
-            let bytes = self.format.file_bytes(self.next_group_rows)?;
-            match self.output.wait_for_buffer(bytes) {
+            let bytes = self.files.image_bytes(largest_group(&self.format.buckets, self.next_group_rows))?;
+            match self.files.output.wait_for_buffer(bytes) {
                 Ok(()) => return Ok(self.next_group_rows),
                 Err(refused) => self.shrink(refused)?,
             }
@@ -304,20 +358,8 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, P> {
         let mut begin = 0;
         while begin < rows.len() {
             let part = rows.range(begin..rows.len().min(begin + self.next_group_rows));
-            let bytes = self.format.file_bytes(self.next_group_rows)?;
-            let written = self.output.buffer(bytes).and_then(|mut image| match self.format.write(part, &mut image) {
-                Ok(file) => Ok((image, file)),
-                Err(error) => {
-                    self.output.free.push(image);
-                    Err(error)
-                }
-            });
-            match written {
-                Ok((image, file)) => {
-                    self.output.write((self.path)(self.written_files.len()), image, file.bytes as usize)?;
-                    self.written_files.push(file);
-                    begin += part.len();
-                }
+            match self.write(part) {
+                Ok(()) => begin += part.len(),
                 // Try a smaller group.
                 Err(refused) => self.shrink(refused)?,
             }
