@@ -81,8 +81,19 @@ fn share(shard: RecisShard, step: u64, runs: Vec<u64>) -> RecisTableShare {
     }
 }
 
-/// Writes one shard's part of the contents; an error is returned after the part was cancelled, as in Python's sessions.
+/// Like [`write_runs`], in short runs.
 pub fn write(save: &RecisSave, shard: RecisShard, step: u64, what: &Found) -> Result<RecisShardOutcome> {
+    write_runs(save, shard, step, what, RUN_ROWS)
+}
+
+/// Writes one shard's part of the contents, in runs of `run_rows` rows; an error is returned after the part was cancelled, as in Python's sessions.
+pub fn write_runs(
+    save: &RecisSave,
+    shard: RecisShard,
+    step: u64,
+    what: &Found,
+    run_rows: usize,
+) -> Result<RecisShardOutcome> {
     let [begin, end] = buckets_of(shard);
     let bucket = |id: Id| bucketing().of(id);
     let mine: Vec<(Id, f32)> = what
@@ -105,7 +116,7 @@ pub fn write(save: &RecisSave, shard: RecisShard, step: u64, what: &Found) -> Re
     }
     let writer = RecisShardWriter::new(save, 2, blocks)?;
     let mut runs = Vec::new();
-    for run in mine.chunks(RUN_ROWS) {
+    for run in mine.chunks(run_rows) {
         let mut run = run.to_vec();
         run.sort_by_key(|&(id, _)| (bucket(id), id.cast_unsigned()));
         let ids: Vec<Id> = run.iter().map(|&(id, _)| id).collect();

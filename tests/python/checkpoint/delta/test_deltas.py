@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from processes import World
@@ -382,6 +383,27 @@ def load_and_go_on(rank: int, size: int, path: str) -> tuple[Any, str]:
 def merge(rank: int, size: int, path: str) -> str:
     assert rank < size
     return Saver(rank).compact(path).checkpoint
+
+
+def save_on_a_damaged_chain(rank: int, size: int, path: str) -> list[str]:
+    """Saves of two ranks, before the last of which a manifest of the chain that only rank 1 checks goes missing."""
+    shards = Shards(rank, size)
+    model, kinds = nn.ModuleDict({"shards": shards}), []
+    for step in range(3):
+        shards.fill(IDS if step == 0 else IDS[step::50])
+        report = Saver().save(model, path, incremental=True)
+        kinds.append(report.kind)
+        if step == 1 and rank == 1:
+            (manifest,) = Path(path).glob("0000000001-*/1-of-2.json")
+            manifest.unlink()
+        dist.barrier()
+    return [*kinds, str(report.reason)]
+
+
+def test_damage_that_one_rank_finds_in_a_chain_makes_the_save_of_all_full(two_ranks: World, tmp_path: Path) -> None:
+    for *kinds, reason in two_ranks.run(save_on_a_damaged_chain, str(tmp_path / "sparse")):
+        assert kinds == ["full", "delta", "full"]
+        assert "1-of-2.json is damaged" in reason
 
 
 @pytest.mark.parametrize("merging", [False, True])

@@ -104,7 +104,7 @@ fn a_delta_of_ten_rows_is_one_small_file() {
 
 #[test]
 fn a_rank_needs_only_the_manifests_that_overlap_its_buckets() {
-    const WRITERS: u32 = 64;
+    const WRITERS: u32 = 1024;
     let (engine, root): (Arc<dyn IoEngine>, _) = (Arc::new(memory()), Path::new(ROOT));
     let mut tables = vec![in_many_buckets(500), in_many_buckets(300)];
     tables[1].spec.table = "u".into();
@@ -112,7 +112,7 @@ fn a_rank_needs_only_the_manifests_that_overlap_its_buckets() {
     let mut now = tables.clone();
     now[0].rows.retain(|id, _| id % 5 > 0);
     let delta = save_delta(&engine, root, (&tables, &now), (WRITERS, 1 << 20), 8, on(&full.identity)).expect("saved");
-    for (world, most) in [(64, 1), (63, 2), (100, 2), (32, 2), (7, 11)] {
+    for (world, most) in [(1024, 1), (1000, 3), (1600, 2), (512, 2), (100, 12)] {
         for rank in [0, world / 2, world - 1] {
             let buckets = split(1 << 16, rank, world);
             let others: Vec<u32> = (0..WRITERS)

@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use embcache::checkpoint::{RecisJoinMode, RecisReader, RecisSave, RecisShard};
 use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file};
+use embcache::types::BucketMapper;
 use embcache::{Kind, Result};
 use embcache_tests::checkpoint::stop_at_each_change;
 use embcache_tests::recis::{
-    ROOT, contents, directory, load, load_some, memory, never, save, steps, with_first, write,
+    BUCKETS, Found, ROOT, contents, directory, load, load_some, memory, never, save, steps, with_first, write,
+    write_runs,
 };
 
 /// The directories of saves.
@@ -28,6 +30,25 @@ fn any_shards_read_saves_of_any_other_number_of_shards() {
         let parts = [0..3, 3..3, 3..7].map(|buckets| load_some(engine.clone(), buckets).expect("whole").rows);
         assert!(parts.iter().all(|part| part.len() < contents(5).rows.len()));
         assert_eq!(parts.into_iter().flatten().collect::<BTreeMap<_, _>>(), contents(5).rows);
+    }
+}
+
+/// Runs are searched over several chunks of ids, and several runs share a chunk.
+#[test]
+fn buckets_are_found_in_runs_of_any_length() {
+    let rows: BTreeMap<i64, f32> = (0..100_000).map(|id| (id * 7919, id as f32)).collect();
+    let what = Found { rows, dense: vec![1] };
+    for run_rows in [100_000, 45_000, 900] {
+        let (engine, shard) = (memory(), RecisShard { index: 0, count: 1 });
+        let directory = directory(engine.clone());
+        let save = RecisSave::begin(&directory, shard, &steps(1), &RecisJoinMode::New, 7, &mut never).expect("begun");
+        write_runs(&save, shard, 1, &what, run_rows).expect("written");
+        for buckets in (0..7).map(|bucket| bucket..bucket + 1).chain([0..7, 2..5, 3..3]) {
+            let found = load_some(engine.clone(), buckets.clone()).expect("loaded").rows;
+            let is_within = |id: i64| buckets.contains(&BucketMapper::new(BUCKETS).of(id));
+            let expected = what.rows.iter().filter(|(id, _)| is_within(**id)).map(|(id, row)| (*id, *row));
+            assert!(found == expected.collect(), "{buckets:?} in runs of {run_rows}");
+        }
     }
 }
 

@@ -87,11 +87,6 @@ pub struct BucketShare {
 }
 
 impl BucketShare {
-    /// The buckets.
-    pub(crate) fn buckets(&self) -> Range<u32> {
-        self.bucket_begin..self.bucket_end
-    }
-
     /// The shares of `world` ranks among which `total` buckets are divided in order.
     fn of_all_ranks(total: u32, world: u32) -> impl Iterator<Item = Self> {
         (0..world).map(move |rank| {
@@ -495,8 +490,8 @@ impl CheckpointManifest {
         if self.ranks.is_empty() || self.ranks.len() as u64 > u64::from(u32::MAX) {
             return Err(format!("it has {} ranks", self.ranks.len()));
         }
-        let key = |entry: &TableEntry| (entry.spec.module.clone(), entry.spec.table.clone());
-        if !self.tables.is_sorted_by(|before, after| key(before) < key(after)) {
+        let specs = self.tables.iter().map(|entry| (&entry.spec.module, &entry.spec.table));
+        if !specs.is_sorted_by(|before, after| before < after) {
             return Err("its tables are not in order, or one is there twice".into());
         }
         self.tables.iter().try_for_each(|entry| {
@@ -592,8 +587,7 @@ impl CheckpointManifest {
         }
         for entry in &self.tables {
             let share = shares.remove(&(&*entry.spec.module, &*entry.spec.table));
-            let mut listed = entry.shares_of(rank, self.world());
-            if share.map(RankShare::buckets) != listed.next().map(|listed| listed.buckets()) {
+            if share.map(RankShare::buckets) != entry.buckets_of(rank, self.world()) {
                 return Err(format!("rank {rank} has other buckets of table {:?}", entry.spec.table));
             }
             if share.is_some_and(|share| share.spec != entry.spec || share.sweeps != entry.sweeps) {
@@ -621,11 +615,12 @@ impl TableEntry {
         self.shares.clone()
     }
 
-    /// The share of `rank` of `world`: one, or none.
-    fn shares_of(&self, rank: u32, world: u32) -> impl Iterator<Item = BucketShare> {
-        let in_order = self.shares.is_empty().then(|| buckets_of_rank(self.spec.total_num_buckets, rank, world));
-        let in_order = in_order.map(|Range { start, end }| BucketShare { rank, bucket_begin: start, bucket_end: end });
-        self.shares.iter().filter(move |share| share.rank == rank).copied().chain(in_order)
+    /// The buckets that `rank` of `world` has; `None` if it does not have the table.
+    fn buckets_of(&self, rank: u32, world: u32) -> Option<Range<u32>> {
+        if self.shares.is_empty() {
+            return Some(buckets_of_rank(self.spec.total_num_buckets, rank, world));
+        }
+        self.shares.iter().find(|share| share.rank == rank).map(|share| share.bucket_begin..share.bucket_end)
     }
 
     /// Checks that the shares contain every bucket once. The message describes the problem.
